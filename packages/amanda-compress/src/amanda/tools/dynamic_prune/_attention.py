@@ -176,15 +176,16 @@ class AttentionPruneTool(DynamicPruneTool):
         seed: Seed = 0,
     ) -> None:
         super().__init__(seed, _TokenMasks)
-        self._size, self._protect, self._hidden = block if unit == "block" else 1, protect, hidden
-        self._share, self._strength, self._learned = keep, strength, by == "learned"
-        self._fused: set[str] = set()
+        self._unit_size, self._protect, self._hidden = block if unit == "block" else 1, protect, hidden
+        self._keep_share, self._strength, self._is_learned = keep, strength, by == "learned"
+        self._fused_types: set[str] = set()
 
     @property
     def result(self) -> DynamicPruneResult:
         """Return the result so far; MACs are those of the products of queries, keys and values."""
         notes = [
-            f"{name} is one fused op: the attention in it was not pruned." for name in sorted(self._fused)
+            f"{kind} is one fused op: the attention in it was not pruned."
+            for kind in sorted(self._fused_types)
         ]
         return DynamicPruneResult(self._rows.values(), [*notes, *self._notes()])
 
@@ -194,24 +195,27 @@ class AttentionPruneTool(DynamicPruneTool):
         0.0 unless thresholds are learned and an attention has decided which tokens stay.
         """
         decisions = [decision for decision in self._predictions() if decision.later_tokens is not None]
-        if not decisions or not self._learned:
+        if not decisions or not self._is_learned:
             return 0.0
         share = sum(
             # None: the attention has dropped no token.
             1.0 if decision.alive is None else do("mean", decision.alive)
             for decision in decisions
         ) / len(decisions)
-        return self._strength * (share - self._share) ** 2
+        return self._strength * (share - self._keep_share) ** 2
 
     def _analyse(self, context: amanda.OpContext, node: DataflowNode) -> None:
-        """Insert the pruning of an attention, of a residual connection behind, or of its normalisation."""
+        """Insert the pruning of an attention, of a residual connection behind, or of its normalisation.
+
+        Fused ops, in which nothing can be pruned, are noted for the result.
+        """
         kind = context["type"]
         if kind in _FUSED:
-            self._fused.add(kind)
+            self._fused_types.add(kind)
         elif kind == "scaled_dot_product_attention" and is_of_one_sequence(self._flow, node):
             attend = ATTENTIONS.get(backend_of(context.get_inputs()[0]))
             if attend is None:
-                self._fused.add(kind)
+                self._fused_types.add(kind)
                 return
             attention = self._attention_record(context, node, node)
             prune = partial(self._prune_probabilities, attention=attention)
@@ -246,10 +250,10 @@ class AttentionPruneTool(DynamicPruneTool):
         heads = head_count(self._flow, product, scores_shape) if has_heads_in_batch else None
         extent_of_heads = scores_shape[1] if len(scores_shape) == 4 else None
         width = query_shape[-1] or 0 if query_shape else 0
-        unit = "tokens" if self._size == 1 else f"blocks of {self._size}"
+        unit = "tokens" if self._unit_size == 1 else f"blocks of {self._unit_size}"
         attention = self._op_record(context, lambda: _Attention(
             self._add_row(context, unit), node, heads, width, self._flow.nearest(node.reads, "attention"),
-            self._skim_parameters(context, heads or extent_of_heads or 1) if self._learned else (),
+            self._skim_parameters(context, heads or extent_of_heads or 1) if self._is_learned else (),
         ))  # fmt: skip
         node.notes["attention"] = attention
         attention.node = node
@@ -279,7 +283,7 @@ class AttentionPruneTool(DynamicPruneTool):
             return
         # Post-norm models (BERT) add to a normalised state, pre-norm models to a plain one; what a dropped
         # token keeps differs.
-        types = (op.type for _, op in self._flow.back(connection.identity) if op is not None)
+        types = (op.type for _, op in self._flow.back(connection.shortcut) if op is not None)
         is_normed = next((type for type in types if type not in _PASSING), None) == "layer_norm"
         residual = node.notes["sum"] = _ResidualSum(attention, is_normed)
         context.insert_before_op(
@@ -358,30 +362,30 @@ class AttentionPruneTool(DynamicPruneTool):
         received = do("sum", tensors_of(probabilities).wide(probabilities), axis=-2)
         length = int(received.shape[-1])
         alive_tokens = do("ones_like", received[:, 0]) if decision.alive is None else decision.alive
-        alive_units = per_unit(alive_tokens, self._size)
+        alive_units = per_unit(alive_tokens, self._unit_size)
         alive_count = int(alive_units.shape[-1])
         if decision.alive is not None and previous is not None:
             alive_count = previous.count
-        protected_units = np.arange(alive_units.shape[-1]) * self._size < self._protect
+        protected_units = np.arange(alive_units.shape[-1]) * self._unit_size < self._protect
         is_protected = tensors_of(received).cast(protected_units[None].astype(np.float32), received)
-        if self._learned:
-            decisions = self._predict_units(probabilities, received, attention, noise)
-            keep_mask = alive_units * (is_protected + (1 - is_protected) * decisions)
+        if self._is_learned:
+            predicted_units = self._predict_units(probabilities, received, attention, noise)
+            keep_mask = alive_units * (is_protected + (1 - is_protected) * predicted_units)
         else:
-            score = detached(per_unit(do("sum", received, axis=1), self._size)) * alive_units
-            decision.count = max(density_count(self._share, alive_count), int(protected_units.sum()))
+            score = detached(per_unit(do("sum", received, axis=1), self._unit_size)) * alive_units
+            decision.count = max(density_count(self._keep_share, alive_count), int(protected_units.sum()))
             # Protected units rank first, dropped ones last: scores are at most heads times tokens, far below
             # a million.
             rank_score = score + 1e6 * is_protected + alive_units - 1
             keep_mask = top_mask(rank_score, decision.count) * alive_units
-        return per_token(keep_mask, self._size, length)
+        return per_token(keep_mask, self._unit_size, length)
 
     def _predict_units(
         self, probabilities: Any, received: Any, attention: _Attention, noise: Callable[[Any], Any]
     ) -> Any:
         """Return 0/1 of the units that the predictor keeps: (N, units)."""
         self_attention = do("diagonal", tensors_of(probabilities).wide(probabilities), axis1=-2, axis2=-1)
-        features = per_unit(do("concatenate", (received, self_attention), axis=1), self._size)
+        features = per_unit(do("concatenate", (received, self_attention), axis=1), self._unit_size)
         features = do("transpose", as_type_of(features, attention.skim[0]), (0, 2, 1))
         weight, bias, output_weight, output_bias = attention.skim
         hidden = features @ weight + bias
@@ -410,7 +414,10 @@ class AttentionPruneTool(DynamicPruneTool):
 
     @amanda.differentiable
     def _restore_dropped_tokens(self, normed: Any, node: DataflowNode, residual: _ResidualSum) -> Any:
-        """Restore the state that dropped tokens had before a residual connection and its normalisation."""
+        """Restore the state that dropped tokens had before a residual connection and its normalisation.
+
+        Returns None, for no change, without a held state; releases the state.
+        """
         decision = self._states.state_of(residual)
         # Released at once: the tensor is as large as the activations.
         state, decision.state = decision.state, None

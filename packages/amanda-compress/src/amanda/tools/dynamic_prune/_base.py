@@ -122,7 +122,7 @@ class PerThreadState(Generic[T]):
         self.__init__(*state)  # type: ignore[misc]
 
     def state_of(self, key: Any) -> T:
-        """Return the state of a key, an object with weak references, in this execution.
+        """Return the state of a key, an object with weak references, in this execution; create it at first.
 
         Raises ToolError on a framework's own thread, where several threads execute the program.
         """
@@ -204,7 +204,7 @@ class DynamicPruneTool(amanda.Tool):
         self._flow, self._states = Dataflow(), PerThreadState[Any](self, state)
         self._ops: dict[str, Any] = {}
         self._rows: dict[str, PrunedOp] = {}
-        self._transformed: dict[str, None] = {}
+        self._transformed_ops: dict[str, None] = {}
         self.depends_on(StandardMapping())
         self.add_inst_for_op(self._add_node)
         # Two routines for each op: a node of the dataflow is needed before the op, its outputs are there
@@ -224,7 +224,7 @@ class DynamicPruneTool(amanda.Tool):
     def _notes(self) -> list[str]:
         """Return a sentence for each op that was not pruned within a function transform."""
         reason = "a transform such as vmap has wrapped its input"
-        return [f"{name} is left as it is within transforms: {reason}." for name in self._transformed]
+        return [f"{name} is left as it is within transforms: {reason}." for name in self._transformed_ops]
 
     def _is_transformed(self, value: Any, pruned: PrunedOp) -> bool:
         """Return True, and note the op for the result, if a function transform has wrapped its input."""
@@ -232,13 +232,13 @@ class DynamicPruneTool(amanda.Tool):
         # one.
         if tensors_of(value).samples(value) is None:
             return False
-        self._transformed[f"{pruned.type} of {pruned.module or pruned.source}"] = None
+        self._transformed_ops[f"{pruned.type} of {pruned.module or pruned.source}"] = None
         return True
 
     def clear(self) -> None:
         """Forget the pruned shares, and the last predictions; analysed ops stay analysed."""
         self._states.clear()
-        self._transformed.clear()
+        self._transformed_ops.clear()
         for row in self._rows.values():
             row.clear()
 
@@ -327,7 +327,8 @@ class DynamicPruneTool(amanda.Tool):
     def _draw_noise(self, like: Any, run: Run, recomputed: bool) -> Any:
         """Return logistic noise for the logits of a gate; None outside of training.
 
-        run, recomputed: of the routine; a recomputation has the noise of its first execution.
+        run, recomputed: of the routine; a recomputation has the noise of its first execution, whose state of
+        the generator is in `run`.
         """
         if not self.training:
             return None
@@ -381,12 +382,12 @@ class Residual:
     """A residual connection: a sum of the output of a branch and the branch's input, or a projection of that.
 
     branch: position of the branch's output in the sum.  ops: of the branch, the last first.
-    identity: number of the other tensor.
+    shortcut: number of the other tensor of the sum.
     """
 
     branch: int
     ops: tuple[DataflowNode, ...]
-    identity: int
+    shortcut: int
 
 
 def residual_at(flow: Dataflow, node: DataflowNode) -> Residual | None:
@@ -412,12 +413,13 @@ def residual_at(flow: Dataflow, node: DataflowNode) -> Residual | None:
     # The longer path computes; the other is the identity or a projection.
     branch = 0 if op_counts[0] > op_counts[1] else 1
     ops = [op for _, op in paths[branch][: op_counts[branch]] if op is not None]
-    identity = numbers_on_paths[1 - branch][0]
-    return Residual(branch, tuple(ops), identity)
+    shortcut = numbers_on_paths[1 - branch][0]
+    return Residual(branch, tuple(ops), shortcut)
 
 
 def is_of_one_sequence(flow: Dataflow, product: DataflowNode) -> bool:
     """Return True unless the layers show that queries and keys come from different tensors."""
+    # No keys where the product reads a single tensor.
     queries, *keys = (_inputs_of_layers(flow, number) for number in product.reads[:2])
     # In doubt True: a missing layer, as of compiled code, must not stop the pruning.
     return not (keys and queries and keys[0]) or not queries.isdisjoint(keys[0])
@@ -464,7 +466,7 @@ def find_scores(flow: Dataflow, node: DataflowNode) -> DataflowNode | None:
     return None
 
 
-def head_count(flow: Dataflow, product: DataflowNode, scores: tuple[int | None, ...]) -> int | None:
+def head_count(flow: Dataflow, product: DataflowNode, scores_shape: tuple[int | None, ...]) -> int | None:
     """Return the number of heads that share an axis with the batch, from the shape in the queries' layer.
 
     None where no layer is found, or where the axis is not a multiple of the batch.
@@ -472,8 +474,8 @@ def head_count(flow: Dataflow, product: DataflowNode, scores: tuple[int | None, 
     for _, node in flow.back(product.data):
         if node is not None and node.type in LAYERS and node.shapes[0]:
             # All axes of the layer's input but the features are those of the batch and the tokens.
-            batch = prod(extent or 1 for extent in node.shapes[0][:-1]) // (scores[1] or 1)
-            batch_and_heads = scores[0] or 0
+            batch = prod(extent or 1 for extent in node.shapes[0][:-1]) // (scores_shape[1] or 1)
+            batch_and_heads = scores_shape[0] or 0
             if not batch or batch_and_heads % batch:
                 return None
             return batch_and_heads // batch

@@ -92,7 +92,7 @@ class DynamicChannelPruneTool(DynamicPruneTool):
         return self._penalty * sum(do("sum", do("mean", values, axis=0)) for values in saliencies)
 
     def _analyse(self, context: amanda.OpContext, node: DataflowNode) -> None:
-        """Insert the predictor of a convolution, and its gate at the ops that read the output."""
+        """Insert predictor and count of MACs at a convolution, and its gate at ops that read the output."""
         for position, number in enumerate(node.inputs):
             maker = self._flow.maker(number)
             if maker is not None and "layer" in maker.notes:
@@ -107,7 +107,8 @@ class DynamicChannelPruneTool(DynamicPruneTool):
     ) -> None:
         """Insert the pruning of a convolution's channels at an op that reads them, or behind a normalisation.
 
-        An op of a normalisation hands the notes on to the next op instead.
+        An op of a normalisation hands the notes on to the next op instead; those of its moments stay as they
+        are.
         notes: "layer", the convolution whose output reaches the op ungated; "scaled", True behind a scale.
         """
         kind, layer = context["type"], notes["layer"]
@@ -172,7 +173,7 @@ class DynamicChannelPruneTool(DynamicPruneTool):
 
     @amanda.observer
     def _count_macs(self, output: Any, layer: _GatedConvolution) -> None:
-        """Add an execution to the result, with the share of products that the gate saves."""
+        """Add an execution to the result, with the share of products that its gate saves, if it has one."""
         prediction = self._states.state_of(layer)
         if prediction.gate is None:
             return
@@ -182,7 +183,10 @@ class DynamicChannelPruneTool(DynamicPruneTool):
 
     @amanda.differentiable
     def _apply_gate(self, value: Any, layer: _GatedConvolution, evenly: bool = False) -> Any:
-        """Return a value times the gate of its channels; the value itself before the convolution has run."""
+        """Return a value times the gate of its channels; the value itself without a gate or in a transform.
+
+        evenly: True to divide the gate by its mean over the kept channels.
+        """
         gate = self._states.state_of(layer).gate
         # The convolution has not run in this execution, as in a branch of the program that was skipped.
         if gate is None or self._is_transformed(value, layer.pruned):
@@ -195,7 +199,7 @@ class DynamicChannelPruneTool(DynamicPruneTool):
 
     @amanda.differentiable
     def _replace_scale_by_ones(self, value: Any, scale: Any, layer: _GatedConvolution) -> Any:
-        """Return the value, and ones in the place of a normalisation's scale, if the gate takes its place."""
+        """Return the value, and ones in place of a normalisation's scale; None, for no change, if ungated."""
         if self._states.state_of(layer).gate is None or self._is_transformed(value, layer.pruned):
             return None
         return value, do("ones_like", scale)
@@ -300,7 +304,7 @@ class ActivationPruneTool(DynamicPruneTool):
         self._budget, self._strength, self._temperature = budget, strength, temperature
 
     def loss(self) -> Any:
-        """Return strength times the squared distance from the budget, of this thread's last execution."""
+        """Return strength times `budget_loss` of this thread's last execution; 0.0 without masks."""
         decisions = [decision for decision in self._predictions() if decision.macs_used is not None]
         if not decisions:
             return 0.0

@@ -307,11 +307,11 @@ def fake_quantize_fixed(x: Any, scales: Mapping[int | None, Scale], rounding: Ro
     scales: by the index in the list, or under None the scale of `x` itself.
     """
 
-    def quantise_item(item: int | None, tensor: Any) -> Any:
+    def quantise_item(list_index: int | None, tensor: Any) -> Any:
         """Return a quantised tensor of the list; unchanged without a scale."""
-        if item not in scales:
+        if list_index not in scales:
             return tensor
-        scale, zero_point, grid, axes, groups = scales[item]
+        scale, zero_point, grid, axes, groups = scales[list_index]
         rows = tensor if groups is None else groups.split(tensor)
         # Without kernels, which need data that graphs lack.
         quantised = fake_quantize(rows, scale, zero_point, grid, axes, rounding, kernel=False)
@@ -319,7 +319,7 @@ def fake_quantize_fixed(x: Any, scales: Mapping[int | None, Scale], rounding: Ro
 
     if None in scales:
         return quantise_item(None, x)
-    return [quantise_item(item, tensor) for item, tensor in enumerate(x)]
+    return [quantise_item(list_index, tensor) for list_index, tensor in enumerate(x)]
 
 
 def fake_quantize_gradient(
@@ -328,8 +328,8 @@ def fake_quantize_gradient(
 ) -> Any:  # fmt: skip
     """Return the straight-through gradient: `gradient` where `x` was not clipped, else 0.
 
-    Values that round to an integer of the grid are not clipped, as in PyTorch; with "half_up", values
-    between the ends of the grid, as in TensorFlow.  Source: Bengio et al. 2013, sec. 4; Jacob et al. 2018.
+    Values that round to an integer of the grid are not clipped, as in PyTorch; with "half_up" and
+    floating grids, values between the ends.  Source: Bengio et al. 2013, sec. 4; Jacob et al. 2018.
 
     Args:
         gradient: Gradient of the result of `fake_quantize`.

@@ -88,7 +88,7 @@ class KVCacheTool(amanda.Tool):
         return self._skip_reasons
 
     def unmatched(self) -> list[str]:
-        """Return a sentence if no cache was met."""
+        """Return sentences on globs that matched nothing, else one if no cache was met."""
         unmatched = [*super().unmatched(), *self._selection.unmatched()]
         return [*unmatched, *([] if self._caches or unmatched else [_NONE_MET])]
 
@@ -97,7 +97,7 @@ class KVCacheTool(amanda.Tool):
         self._caches, self._skip_reasons = {}, {}
 
     def _analyse(self, context: amanda.OpContext) -> None:
-        """Replace torch.cat by a routine that quantises growing caches; record writes into fixed caches."""
+        """Replace torch.cat by a routine that quantises growing caches; give fixed caches a skip reason."""
         if context.namespace[0] != "pytorch" or context["phase"] != "forward":
             return
         # transformers' DynamicCache grows by torch.cat alone; a static cache writes by index_copy_.
@@ -260,12 +260,12 @@ def quantized_states(states: Tensor, bits: int, group_size: int, axis: CacheAxis
 
     if axis == "channel":
         return quantized_states(states.transpose(-1, -2), bits, group_size, "token").transpose(-1, -2)
-    wide = torch.promote_types(states.dtype, torch.float32)
-    groups = states.to(wide).reshape(*states.shape[:-1], -1, group_size)
+    wide_dtype = torch.promote_types(states.dtype, torch.float32)
+    groups = states.to(wide_dtype).reshape(*states.shape[:-1], -1, group_size)
     levels = 2**bits - 1
     least, most = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
     # Rounded as they would be stored, beside the integers.
-    scale, least = (tensor.to(states.dtype).to(wide) for tensor in ((most - least) / levels, least))
+    scale, least = (tensor.to(states.dtype).to(wide_dtype) for tensor in ((most - least) / levels, least))
     # Equal numbers have the scale 0, and each is the least. The clamp is for scales that were rounded down.
     steps = ((groups - least) / scale.where(scale > 0, 1)).round().clamp(0, levels)
     rounded: Tensor = (steps * scale + least).flatten(-2).to(states.dtype)

@@ -35,7 +35,7 @@ class LsqQuantizer(Quantizer):
         self.grid = Grid(low, low + self.grid.high - self.grid.low)
 
     def _observe(self, x: Any) -> None:
-        """Initialise the scale from the first value; does nothing once there is a scale.
+        """Initialise the scale, and the grid of LSQ's activations, from the first value if there is no scale.
 
         With an offset, LSQ+'s activations, the value is added to a calibration, whose end sets the scale.
         """
@@ -55,7 +55,10 @@ class LsqQuantizer(Quantizer):
         self.has_scale = True
 
     def _quantise(self, x: Any, frozen: bool) -> Any:
-        """Return the quantised value, with gradients for the value, the scale and the offset."""
+        """Return the quantised value, with gradients for the value, the scale and the offset.
+
+        A first value without a scale sets it.  Learned scales ignore `frozen`.
+        """
         if not self.has_scale:
             self._observe(x)
             self.finish_calibration()
@@ -82,7 +85,7 @@ class LsqQuantizer(Quantizer):
 
 
 def lsq_scale(x: Any, grid: Grid, axes: Sequence[int] = ()) -> Any:
-    """Return the initial scale of LSQ, 2 mean|x| / sqrt(high): a scalar, or (channels,).
+    """Return the initial scale of LSQ, 2 mean|x| / sqrt(high), at least EPSILON: a scalar, or (channels,).
 
     Source: Esser et al. 2020, sec. 2.1.
 
@@ -99,7 +102,7 @@ def lsq_scale(x: Any, grid: Grid, axes: Sequence[int] = ()) -> Any:
 def lsq_plus_scale(x: Any, grid: Grid, axes: Sequence[int] = ()) -> Any:
     """Return the initial scale of LSQ+ for weights: max(|mean - 3 std|, |mean + 3 std|) / 2^(bits - 1).
 
-    Source: Bhalgat et al. 2020, eq. 10.
+    At least EPSILON; a scalar, or (channels,).  Source: Bhalgat et al. 2020, eq. 10.
 
     Args:
         x: A weight, of any framework.

@@ -42,7 +42,7 @@ class Histogram:
         self.least, self.most = np.float32(np.inf), np.float32(-np.inf)
 
     def add(self, values: NDArray[Any]) -> None:
-        """Add finite numbers."""
+        """Add finite numbers of any shape; the range widens to hold them."""
         values = values.reshape(-1).astype(np.float32, copy=False)
         # float32 and the order of these operations follow torch.ao, whose ranges are compared bit for bit.
         least, most = min(self.least, values.min()), max(self.most, values.max())
@@ -152,7 +152,10 @@ def _integral(begin: Any, end: Any, density: NDArray[Any]) -> NDArray[Any]:
 
 
 def _bin_counts(values: NDArray[Any], bins: int, least: Any, most: Any) -> NDArray[Any]:
-    """Return the number of values in each bin between two bounds, as torch.histc does."""
+    """Return the number of values in each bin between two bounds, as torch.histc does.
+
+    Equal bounds are widened by 1 on both sides.
+    """
     if least == most:
         least, most = least - np.float32(1), most + np.float32(1)
     if float(most) - float(least) > np.finfo(np.float32).max / bins:  # the end of float32 is near

@@ -49,7 +49,7 @@ class InputsTool(amanda.Tool):
     def write_parts(
         self, source: Path, folder: Path, analyse: Callable[[amanda.Tool], None], about: Mapping[str, Any]
     ) -> None:
-        """Analyse a file; called by `amanda.instrument`."""
+        """Analyse a file, without writing any part; called by `amanda.instrument`."""
         analyse(self)
 
     def _record_inputs(self, context: amanda.OpContext) -> None:
@@ -92,7 +92,10 @@ def _scale_values(inputs: Mapping[int, QuantizedInput]) -> Any:
 def convert_file(
     source: Path, tool: Any, out: str | os.PathLike[str] | None, force: bool = False
 ) -> ConvertResult:
-    """Write a copy of an ONNX file that computes with the integers that `tool` simulates."""
+    """Write a copy of an ONNX file that computes with the integers that `tool` simulates.
+
+    Raises QuantizeError for invalid paths or tools, scales that no op has, and if no op is quantised.
+    """
     target = _check_paths(source, tool, out, force)
     model = _upgrade_opset(read_onnx(source, QuantizeError), tool.options)
     with tempfile.TemporaryDirectory(prefix="amanda") as folder:
@@ -144,7 +147,10 @@ def _check_paths(source: Path, tool: Any, out: Any, force: bool) -> Path:
 
 
 def _upgrade_opset(model: ModelProto, options: QuantizeOptions) -> ModelProto:
-    """Return a model without local functions, of a version of ONNX that has the types of the grids."""
+    """Return a model without local functions, of a version of ONNX that has the types of the grids.
+
+    Raises QuantizeError if ONNX cannot convert it.
+    """
     from onnx import version_converter
 
     required, opset = _required_opset(options), opset_of(model)

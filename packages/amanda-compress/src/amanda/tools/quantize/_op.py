@@ -63,7 +63,10 @@ class QuantizedOp(OpQuantizers):
             quantizer.finish_calibration()
 
     def insert_routines(self, context: amanda.OpContext) -> None:
-        """Insert the routines that quantise the inputs of the op; none for an op without quantizers."""
+        """Insert the routines that quantise the inputs of the op, and measure its noise if the tool does.
+
+        An op without quantizers gets no routine.  A file gets fixed scales, see `_insert_fixed_scales`.
+        """
         if context.is_static():
             self._insert_fixed_scales(context)
             return
@@ -83,7 +86,10 @@ class QuantizedOp(OpQuantizers):
             context.insert_after_op(self._measure_outputs)
 
     def _insert_fixed_scales(self, context: amanda.OpContext) -> None:
-        """Insert traceable routines with fixed scales, for the file of a model."""
+        """Insert traceable routines with fixed scales, for the file of a model; set those of weights before.
+
+        Raises QuantizeError for a method without fixed scales, and for an activation without a scale.
+        """
         if self._positions and self._options.method not in ("static", "qat"):
             method = self._options.method
             raise QuantizeError(
@@ -107,7 +113,7 @@ class QuantizedOp(OpQuantizers):
             context.insert_before_op(fake_quantize_fixed, inputs=[position], **kwargs)
 
     def _quantise_in_graph(self, *values: Any) -> Any:
-        """Return the quantised values of the positions; None, for no change, while the values calibrate."""
+        """Return the quantised values of the positions; or calibrate and return None, for no change."""
         read_values, _ = self._values_to_quantise(values, part=None)
         if self._must_calibrate(read_values):
             self._calibrate(read_values)
@@ -115,7 +121,7 @@ class QuantizedOp(OpQuantizers):
         return self._quantise_values(values, read_values, sampled={}, first_qparams=None)
 
     def _quantise_in_eager_mode(self, *values: Any, run: dict[Any, Any], recomputed: bool = False) -> Any:
-        """Quantise or calibrate as `_quantise_in_graph`; a recomputation repeats the first execution."""
+        """Quantise or calibrate as `_quantise_in_graph`; a recomputation repeats the execution in `run`."""
         read_values, sampled = self._values_to_quantise(values, part=ParameterSlice.of_execution(run))
         first_execution = run.get(self)
         if first_execution is None:
@@ -170,7 +176,7 @@ class QuantizedOp(OpQuantizers):
     def _quantizer_of(self, key: OperandKey, value: Any, part: ParameterSlice | None) -> Quantizer | None:
         """Return the quantizer of a value that no transform wraps, for the part of a parameter that is read.
 
-        None, and `skip_reason` is set, for an unknown part of a weight.
+        None, and `skip_reason` is set, for an unknown part of a weight; an activation then has the op's.
         """
         quantizer = self.quantizers.get(key)
         if quantizer is None:
@@ -213,7 +219,7 @@ class QuantizedOp(OpQuantizers):
         return () if samples is None else samples.levels
 
     def _must_calibrate(self, read_values: Sequence[_ReadValue]) -> bool:
-        """Return True within `calibrating`, and for the first `calibration` executions of the op."""
+        """Return True within `calibrating`, and for the first `calibration` executions that lack a scale."""
         execution_count = self._options.calibration
         # A quantizer without state, of "dynamic", never waits; loaded scales are not calibrated over.
         waiting = (quantizer for *_, quantizer in read_values if quantizer.state and not quantizer.has_scale)
@@ -222,7 +228,7 @@ class QuantizedOp(OpQuantizers):
         )
 
     def _calibrate(self, read_values: Sequence[_ReadValue]) -> None:
-        """Observe values, and set scales after the last of `calibration` executions."""
+        """Observe values; outside `calibrating`, set scales after the last of `calibration` executions."""
         for _, _, value, quantizer in read_values:
             quantizer.observe(value)
             quantizer.calibrated += 1
@@ -234,7 +240,7 @@ class QuantizedOp(OpQuantizers):
         sampled: Mapping[_ValueKey, SampledValue], first_qparams: Sequence[tuple[Any, ...]] | None,
         recomputed: bool = False,
     ) -> Any:  # fmt: skip
-        """Return the values of the routine, with those that have a quantizer quantised.
+        """Return the values of the routine, a single one alone, with those that have a quantizer quantised.
 
         sampled: the values that transforms have wrapped, of which `read_values` has the parts.
         first_qparams: of the first execution, for a recomputation; None for the first execution itself.
@@ -254,8 +260,8 @@ class QuantizedOp(OpQuantizers):
                 quantised_parts.setdefault((index, list_index), []).append(quantised)
                 if self._options.trains and (index, list_index) in sampled:
                     ones = do("ones_like", value)
-                    clipped = quantizer.clipped_gradient(value, *quantizer.qparams, gradient=ones)
-                    pass_masks.setdefault((index, list_index), []).append(clipped > 0)
+                    gradient_of_ones = quantizer.clipped_gradient(value, *quantizer.qparams, gradient=ones)
+                    pass_masks.setdefault((index, list_index), []).append(gradient_of_ones > 0)
         for key, parts in quantised_parts.items():
             index, list_index = key
             if key in sampled:
@@ -275,7 +281,7 @@ class QuantizedOp(OpQuantizers):
             context.insert_after_backward_op(self._clip_gradients, grad_inputs=self._positions)
 
     def _quantise_and_save_clipping(self, *values: Any, run: dict[str, Any]) -> Any:
-        """Quantise as `_quantise_in_graph`; save for each value a function that clips its gradient."""
+        """Quantise as `_quantise_in_graph`; save in `run` a function for each value that clips gradients."""
         quantised = self._quantise_in_graph(*values)
         # For `_clip_gradients`, in the order of `_positions`.
         clip_functions: list[Any] = []
@@ -290,13 +296,13 @@ class QuantizedOp(OpQuantizers):
         return quantised
 
     def _clip_gradients(self, *gradients: Any, run: dict[str, Any]) -> Any:
-        """Set gradients to 0 where the forward values were clipped; others stay unchanged."""
-        clipped = list(gradients)
+        """Set gradients to 0 where forward values were clipped, by functions that are taken out of `run`."""
+        clipped_gradients = list(gradients)
         # Popped: the functions hold the values of the forward pass.
         for i, clip in enumerate(run.pop(_CLIPPING, ())):
-            if clip is not None and clipped[i] is not None:
-                clipped[i] = clip(gradient=clipped[i])
-        return clipped if len(clipped) > 1 else clipped[0]
+            if clip is not None and clipped_gradients[i] is not None:
+                clipped_gradients[i] = clip(gradient=clipped_gradients[i])
+        return clipped_gradients if len(clipped_gradients) > 1 else clipped_gradients[0]
 
     def _record_inputs(self, *values: Any, run: dict[str, Any], recomputed: bool = False) -> None:
         """Record unquantised inputs for `_measure_outputs`."""
@@ -304,7 +310,10 @@ class QuantizedOp(OpQuantizers):
             run[_INPUTS] = values
 
     def _measure_outputs(self, *outputs: Any, run: dict[str, Any], recomputed: bool = False) -> None:
-        """Compare outputs with those for unquantised inputs, unless they calibrate or are recomputed."""
+        """Run the op on its unquantised inputs, and add the error of `outputs` to the noise.
+
+        Does nothing while the inputs calibrate, and for recomputed outputs.
+        """
         if recomputed:
             return
         inputs = run.pop(_INPUTS)

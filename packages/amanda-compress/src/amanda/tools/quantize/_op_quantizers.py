@@ -52,7 +52,7 @@ class OpQuantizers:
         self._create_quantizers(context)
 
     def _create_quantizers(self, context: amanda.OpContext) -> None:
-        """Create the quantizers of the op's operands, and note why others have none."""
+        """Create the quantizers of the op's operands, note why others have none, and set `batched_weight`."""
         read = weight_input(context)
         # In a file, a weight that cannot be followed is an activation as any other.
         if read is not None and read.is_lost and context.is_static():
@@ -123,7 +123,7 @@ class OpQuantizers:
         """Return the quantizer of an activation, which has a scale for each weight that the op reads.
 
         suffix: of its name, the number of a model of an ensemble.
-        Registers the quantizers for other slices or parts in `_part_quantizers`.
+        Registers the quantizers of slices or parts in `_part_quantizers`.
         """
         # Takes the suffix.  No `read` and no axes: an activation is no weight, and has one scale for all.
         make_quantizer = partial(self._make_quantizer, name, None, (), value, context)
@@ -172,7 +172,8 @@ class OpQuantizers:
     ) -> Quantizer | None:
         """Create quantizers for all slices of a stack; return that of the first, None without a stack.
 
-        The op reads a slice at each execution, such as a layer of a scan.
+        The op reads a slice at each execution, such as a layer of a scan, by which `_part_quantizers` finds
+        its quantizer.
         """
         holder = read.holder
         slices = () if holder is None else parameter_store(holder).slices(holder)
@@ -191,6 +192,7 @@ class OpQuantizers:
         """Return the quantizer of the weight, or of the part of a parameter that is read; None if skipped.
 
         suffix: of its name, the number of a model of an ensemble.
+        Registers the quantizers of slices or parts in `_part_quantizers`, or sets `skip_reason`.
         """
         # An optimizer takes its parameters before the training, when it is not known which rows data will
         # select.
@@ -245,7 +247,7 @@ class OpQuantizers:
     def _find_scale_axes(self, context: amanda.OpContext, read: WeightInput, value: Any) -> tuple[int, ...]:
         """Return the axes of a weight along which scales differ: those of a batch of weights, and of outputs.
 
-        Outputs have the axis O, and the axes I and M in a depthwise convolution.
+        Those of outputs if `per_channel`: O, and the axes I and M in a depthwise convolution.
         """
         layout = _weight_layout(context, read) or ""
         # Selected experts come as a batch of weights, each with scales of its own.
@@ -260,6 +262,7 @@ class OpQuantizers:
     ) -> Quantizer:  # fmt: skip
         """Create a quantizer, of a weight if there is a `read`, whose state is saved under the op `reader`.
 
+        Adds it to `created`.  Data that select a weight make it dynamic, without state.
         Raises QuantizeError for a learned scale that no optimizer can train.
         """
         if reader["is_called_back"] and self._options.method.startswith("lsq"):
@@ -289,7 +292,7 @@ class ModelQuantizers:
         self._quantizers: dict[tuple[int, ...], Quantizer | None] = {}
 
     def quantizer_of(self, numbers: tuple[int, ...]) -> Quantizer | None:
-        """Return the quantizer of a model by its number in each batch; () for a value that is not a batch."""
+        """Return the quantizer of a model by its number in each batch, () without any; create it at first."""
         if numbers not in self._quantizers:
             self._quantizers[numbers] = self._make("".join(f"[{number}]" for number in numbers))
         return self._quantizers[numbers]

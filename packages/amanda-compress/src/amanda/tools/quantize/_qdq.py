@@ -66,7 +66,10 @@ def stored_weight(weight: NDArray[Any], scale: Scale, rounding: Any) -> StoredWe
 
 
 def _weight_stored_by_channel(dequantized: NDArray[Any], scale: Scale) -> StoredWeight:
-    """Return the stored form of a weight with one scale, or with a scale for each channel of one axis."""
+    """Return the stored form of a weight with one scale, or with a scale for each channel of one axis.
+
+    Raises QuantizeError for scales along several axes.
+    """
     scales, zero_points, grid, axes, _ = scale
     # An axis of extent 1 needs no scales, so that a depthwise weight with one multiplier is of one axis.
     scale_axes = [axis for axis in axes if dequantized.shape[axis] > 1] or list(axes[:1])
@@ -85,7 +88,7 @@ def _weight_stored_by_channel(dequantized: NDArray[Any], scale: Scale) -> Stored
 
 
 def _weight_stored_in_groups(dequantized: NDArray[Any], scale: Scale, groups: Groups) -> StoredWeight:
-    """Return the stored form of a weight with a scale for each group: a matrix, in blocks of inputs."""
+    """Return the stored form of a weight with a scale for each group: a matrix, in blocks or by outputs."""
     scales, zero_points, grid, _, _ = scale
     group_rows = groups.split(dequantized) / scales[:, None] + zero_points[:, None]
     unfolding = Unfolding.of(dequantized.shape, groups.layout)
@@ -119,8 +122,8 @@ def initializer(name: str, array: NDArray[Any], kind: str) -> TensorProto:
         # Two numbers in a byte, the first one low.
         raw = (flat[::2] & 15) | (flat[1::2] << 4)
     else:
-        names = {"FLOAT": "float32", "FLOAT8E4M3FN": "float8_e4m3fn", "FLOAT8E5M2": "float8_e5m2"}
-        dtype = names.get(kind, kind.lower())
+        dtype_names = {"FLOAT": "float32", "FLOAT8E4M3FN": "float8_e4m3fn", "FLOAT8E5M2": "float8_e5m2"}
+        dtype = dtype_names.get(kind, kind.lower())
         raw = array.astype(getattr(ml_dtypes, dtype) if kind.startswith("FLOAT8") else dtype)
     return TensorProto(
         name=name, data_type=getattr(TensorProto, kind), dims=array.shape, raw_data=raw.tobytes()
@@ -181,10 +184,13 @@ class QdqWriter:
         self.has_narrow_products = False
 
     def write(self) -> None:
-        """Rewrite the graph and its bodies; leave out weights that nothing reads any more."""
-        rewritten = self._rewrite_graph(self._model.graph)
+        """Rewrite the graph and its bodies; leave out weights that nothing reads any more.
+
+        Raises QuantizeError for a key of `nodes` that no node has, and as `_quantize_inputs` does.
+        """
+        rewritten_keys = self._rewrite_graph(self._model.graph)
         # A scale that finds no node would be lost silently.
-        if missing_keys := self._nodes.keys() - rewritten:
+        if missing_keys := self._nodes.keys() - rewritten_keys:
             op_type, name, _, _ = next(iter(missing_keys))
             raise QuantizeError(f"{(op_type, name)} is no node of the model that is written")
         remove_unread(self._model.graph)
@@ -195,23 +201,23 @@ class QdqWriter:
 
         # Names of dequantised values in this graph, by content: a value is written once.
         dequantized_names: dict[Any, str] = {}
-        nodes, rewritten = [], set()
+        nodes, rewritten_keys = [], set()
         for node in graph.node:
             # Bodies of If and Loop read values of the graph around them.
             for body in bodies_of(node):
-                rewritten |= self._rewrite_graph(body)
+                rewritten_keys |= self._rewrite_graph(body)
             key = node_key(node)
             inputs = self._nodes.get(key, {})
             if inputs:
-                rewritten.add(key)
+                rewritten_keys.add(key)
                 nodes += self._quantize_inputs(graph, node, inputs, dequantized_names)
             # A node of a repeated field dies with the field, which is cleared below.
-            copy = NodeProto()
-            copy.CopyFrom(node)
-            nodes.append(copy)
+            node_copy = NodeProto()
+            node_copy.CopyFrom(node)
+            nodes.append(node_copy)
         del graph.node[:]
         graph.node.extend(nodes)
-        return rewritten
+        return rewritten_keys
 
     def _quantize_inputs(
         self,
@@ -222,7 +228,7 @@ class QdqWriter:
     ) -> list[NodeProto]:
         """Make a node read quantised inputs; return the new nodes that compute them, and append result rows.
 
-        Raises QuantizeError for an input of another type than float32.
+        Sets `has_narrow_products`.  Raises QuantizeError for an input of another type than float32.
         """
         nodes: list[NodeProto] = []
         for position, operand in inputs.items():
@@ -231,8 +237,8 @@ class QdqWriter:
                     f"{operand.tensor} of {node.op_type} {node.name} is {operand.dtype}; convert "
                     "writes nodes for float32"
                 )
-            write = self._quantize_activation if operand.value is None else self._quantize_weight
-            new_nodes, name, row = write(graph, node.input[position], operand, dequantized_names)
+            quantize = self._quantize_activation if operand.value is None else self._quantize_weight
+            new_nodes, name, row = quantize(graph, node.input[position], operand, dequantized_names)
             nodes += new_nodes
             self.rows.append((node.name or node.op_type, *row))
             node.input[position] = name
@@ -246,11 +252,11 @@ class QdqWriter:
     def _quantize_activation(
         self, graph: GraphProto, name: str, operand: QuantizedInput, dequantized_names: dict[Any, str]
     ) -> tuple[list[NodeProto], str, RowTail]:
-        """Add scale and zero point to a graph; return nodes that quantise and dequantise, and their output.
+        """Add scale and zero point to a graph, and create nodes that clip, quantise and dequantise.
 
         Returns the nodes, the name of the last one's output, and a row for the result.  No nodes where an
         earlier input has the same value in the same grid: then the output is that of the earlier nodes.
-        Raises QuantizeError for a floating grid.
+        No Clip for a grid that fills its type.  Raises QuantizeError for a floating grid.
         """
         from onnx import helper
 
@@ -273,9 +279,11 @@ class QdqWriter:
         level_count = grid.high - grid.low + 1
         if level_count < 2**bits:
             ends = [(end - zero_point) * scale for end in (grid.low, grid.high)]
-            clip = [self._add_initializer(graph, f"{name}_end", np.float32(end), "FLOAT") for end in ends]
+            end_names = [
+                self._add_initializer(graph, f"{name}_end", np.float32(end), "FLOAT") for end in ends
+            ]
             value_name = self._unique_name(f"{name}_clipped")
-            nodes.append(helper.make_node("Clip", [name, *clip], [value_name], value_name))
+            nodes.append(helper.make_node("Clip", [name, *end_names], [value_name], value_name))
         quantized = self._unique_name(f"{name}_quantized")
         dequantized = dequantized_names[key] = self._unique_name(f"{name}_dequantized")
         nodes += [
@@ -354,9 +362,9 @@ class QdqWriter:
         """Append a node that reshapes a value; return its output's name, which begins with `name`."""
         from onnx import helper
 
-        target = self._add_initializer(graph, f"{name}_shape", np.array(shape, np.int64), "INT64")
+        shape_name = self._add_initializer(graph, f"{name}_shape", np.array(shape, np.int64), "INT64")
         result_name = self._unique_name(f"{name}_reshaped")
-        nodes.append(helper.make_node("Reshape", [value_name, target], [result_name], result_name))
+        nodes.append(helper.make_node("Reshape", [value_name, shape_name], [result_name], result_name))
         return result_name
 
     def _add_scales(

@@ -56,6 +56,7 @@ class Quantizer:
     has_scale: True once there is a scale.  calibrated, executions: numbers of values that calibrated it, and
     that were quantised.
     qparams: arguments of the last `fake_quantize` after the value.
+    Takes loaded state; raises QuantizeError for state of another shape.
     """
 
     def __init__(
@@ -117,11 +118,12 @@ class Quantizer:
 
     def clipped_gradient(self, x: Any, *qparams: Any, gradient: Any) -> Any:
         """Return the straight-through gradient, 0 where the value was clipped; in shards as `gradient` is."""
-        clipped = fake_quantize_gradient(
+        clipped_gradient = fake_quantize_gradient(
             self._to_groups(whole(gradient)), self._to_groups(whole(x)), *qparams
         )
-        clipped = clipped if self.groups is None else self.groups.joined(clipped, x.shape)
-        return distributed(clipped, gradient, placed=True)
+        if self.groups is not None:
+            clipped_gradient = self.groups.joined(clipped_gradient, x.shape)
+        return distributed(clipped_gradient, gradient, placed=True)
 
     def _to_groups(self, x: Any) -> Any:
         """Return a value as (groups, size); unchanged without groups."""
@@ -134,14 +136,14 @@ class Quantizer:
         self.observer.observe(x)
 
     def finish_calibration(self) -> None:
-        """Set the scale from the observed range, if a value was observed."""
+        """End the calibration: set the scale from the observed range, if a value was observed."""
         if self.observer is not None and self.observer.seen:
             self.has_scale = False  # so that a loaded zero point is replaced too
             self._set_scale(*self.observer.range())
         self.observer = None
 
     def _set_scale(self, least: Any, most: Any) -> tuple[Any, Any]:
-        """Store scale, zero point and ends of a range in the state; return scale and zero point."""
+        """Store scale, zero point or offset, and ends of a range as state; return scale and zero point."""
         scale, zero_point = self._choose_qparams(least, most)
         self._assign_state(scale=scale, least=least, most=most)
         if "offset" in self.state:
@@ -171,7 +173,7 @@ class Quantizer:
         return self._fake_quantise(x, self._read("scale"), self._read("zero_point"))
 
     def scale(self) -> Scale | None:
-        """Return the scale in arrays, an offset as a fractional zero point; None before there is a scale."""
+        """Return the scale in arrays, an offset as a fractional zero point; None without a lasting scale."""
         if not self.has_scale or not self.state:
             return None
         scale = self.array("scale")
@@ -216,7 +218,7 @@ class DynamicQuantizer(Quantizer):
         """Do nothing: each value has its own scale."""
 
     def _quantise(self, x: Any, frozen: bool) -> Any:
-        """Return the value, quantised by a scale of its own."""
+        """Return the value, quantised by a scale of its own: from the extremes, or the `weight_observer`."""
         if not self.is_weight or self.options.weight_observer == "minmax":
             return self._fake_quantise(x, *self._choose_qparams(*extremes(x, self.axes)))
         observer = self.options.make_observer(self.is_weight, self.axes)

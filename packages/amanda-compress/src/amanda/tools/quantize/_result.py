@@ -168,7 +168,7 @@ class QuantizeResult(Result):
         return [*notes, *not_met("scales", self.waiting), *skipped]
 
     def _facts(self) -> Mapping[str, Any]:
-        """Return the method, and all scales and zero points."""
+        """Return the method, all scales and zero points, and reasons for skipped weights."""
         qparams = [
             {"axes": tensor.axes, "low": tensor.low, "high": tensor.high, "scale": tensor.scale,
              "zero_point": tensor.zero_point} for tensor in self.tensors

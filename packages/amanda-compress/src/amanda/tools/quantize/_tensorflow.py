@@ -43,8 +43,10 @@ def tensorflow_kernel(x: Any, scale: Any, zero_point: Any, grid: Grid, axes: Seq
     if grid.dtype or not (are_adjacent and tensors_of(x).is_in_host_memory(x) and x.dtype == _tf().float32):
         return None
     tensor, array = _new_tensor_and_array(x.shape)
-    clipped = _quantise_into(np.asarray(x), np.asarray(scale), np.asarray(zero_point), grid, axes, array)
-    return _record_on_tape(tensor, x, clipped)
+    clipped_positions = _quantise_into(
+        np.asarray(x), np.asarray(scale), np.asarray(zero_point), grid, axes, array
+    )
+    return _record_on_tape(tensor, x, clipped_positions)
 
 
 def _quantise_into(
@@ -85,27 +87,30 @@ def _quantise_into(
     return np.concatenate(clipped_positions) if clipped_positions else np.empty(0, np.intp)
 
 
-def _record_on_tape(tensor: Any, source: Any, clipped: NDArray[Any]) -> Any:
+def _record_on_tape(tensor: Any, source: Any, clipped_positions: NDArray[Any]) -> Any:
     """Return a tensor, recorded on tapes: its gradient passes to `source` where no value was clipped."""
     _TENSORFLOW_NAMES.check()
     from tensorflow.python.eager import record
 
     record.record_operation(
-        "FakeQuantize", [tensor], [source], lambda gradient: [_mask_clipped_gradient(gradient, clipped)]
+        "FakeQuantize",
+        [tensor],
+        [source],
+        lambda gradient: [_mask_clipped_gradient(gradient, clipped_positions)],
     )
     return tensor
 
 
-def _mask_clipped_gradient(gradient: Any, clipped: NDArray[Any]) -> Any:
+def _mask_clipped_gradient(gradient: Any, clipped_positions: NDArray[Any]) -> Any:
     """Return the gradient where values were not clipped, else 0, recorded for a further derivative."""
-    if not clipped.size:
+    if not clipped_positions.size:
         return gradient
     gradient = _tf().convert_to_tensor(gradient)
     tensor, array = _new_tensor_and_array(gradient.shape)
     np.copyto(array, np.asarray(gradient))
     # Times 0 keeps NaN.
-    array.reshape(-1)[clipped] *= 0
-    return _record_on_tape(tensor, gradient, clipped)
+    array.reshape(-1)[clipped_positions] *= 0
+    return _record_on_tape(tensor, gradient, clipped_positions)
 
 
 def _new_tensor_and_array(shape: Any) -> tuple[Any, NDArray[Any]]:

@@ -51,6 +51,7 @@ class QuantizeOptions:
     calibration: int
 
     def __post_init__(self) -> None:
+        """Raise QuantizeError for options that contradict each other."""
         if self.weight_bits is None and self.activation_bits is None:
             raise QuantizeError("weight_bits and activation_bits are both None: nothing would be quantised")
         # Each value of a mapping is checked when the tool is made, also those whose glob matches no op of the
@@ -97,7 +98,10 @@ class QuantizeOptions:
         return {name: getattr(self, name) for name in names}
 
     def for_modules(self, paths: Sequence[str]) -> QuantizeOptions | None:
-        """Return the options for an op in modules with these paths; None for no quantisation."""
+        """Return the options for an op in modules with these paths, whose globs then count as matched.
+
+        None for no quantisation.
+        """
         weight_bits, activation_bits = (_bits_for_paths(option, paths) for option in self._bits_options)
         if weight_bits is None and activation_bits is None:
             return None
@@ -222,6 +226,8 @@ class QuantizeTool(amanda.Tool):
     def command_options(cls, options: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the options with method "dynamic" unless a method, or executions to calibrate, are given.
 
+        Unchanged too if activations are not quantised.
+
         Raises QuantizeError for method "static" without such executions: activations would have no scale.
         """
         if options.get("calibration") or options.get("activation_bits", 8) is None:
@@ -278,7 +284,7 @@ class QuantizeTool(amanda.Tool):
 
     @contextmanager
     def calibrating(self) -> Iterator[None]:
-        """Return a context in which executions calibrate scales and run unquantised.
+        """Return a context in which executions calibrate and run unquantised; its end sets the scales.
 
         Use the context within a scope: `with amanda.apply(tool), tool.calibrating(): ...`.  An exception
         discards the calibration, and scales stay as they were before.
@@ -299,7 +305,7 @@ class QuantizeTool(amanda.Tool):
                 op.finish_calibration()
 
     def prepare(self, model: Callable[..., Any], *example: Any, **kwargs: Any) -> Any:
-        """Run `model` once, so that scales are made; method "static" calibrates by the example.
+        """Run `model` once, so that scales are made; "static" calibrates by it if `calibration` is 0.
 
         A model that was calibrated before, or whose scales were loaded, keeps its scales.
 
@@ -331,9 +337,9 @@ class QuantizeTool(amanda.Tool):
         ops = self._ops.values()
         rows = [row for op in ops for row in op.rows()]
         # Before the first execution all loaded state is waiting, which is not a fault.
-        waiting = [name for name in self.waiting_state() if name.endswith(".scale")] if rows else []
+        waiting_names = [name for name in self.waiting_state() if name.endswith(".scale")] if rows else []
         skipped = {op.name: op.skip_reason for op in ops if op.skip_reason}
-        result = QuantizeResult(rows, self.options.method, waiting, skipped | self._skipped_ops)
+        result = QuantizeResult(rows, self.options.method, waiting_names, skipped | self._skipped_ops)
         result.remarks = as_remarks(self.unmatched())
         return result
 
@@ -346,12 +352,12 @@ class QuantizeTool(amanda.Tool):
         ]
 
     def clear(self) -> None:
-        """Forget all scales and noise."""
+        """Forget all scales and noise, and unfreeze."""
         self.is_calibrating = self.is_frozen = False
         self.load_state_dict({})
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Load scales that `state_dict` returned.
+        """Load scales that `state_dict` returned; forget noise, executions and skipped ops.
 
         Args:
             state: Scales by key, as tensors or arrays.
@@ -364,20 +370,24 @@ class QuantizeTool(amanda.Tool):
     def save(self, path: str | Path) -> Path:
         """Write scales, zero points and offsets, by "module/op/tensor".
 
-        Zero points are integers; the file has the grid of each tensor and the axes of its channels.
+        Zero points are integers; the file has the grid of each tensor and the axes of its channels.  Tensors
+        without a scale are left out.
 
         Args:
             path: File to write, whose suffix is .json or .safetensors.
 
         Returns:
             The path of the file.
+
+        Raises:
+            QuantizeError: For another suffix.
         """
         # Only the core knows under which names state is saved.
-        names = {id(value): name for name, value in self.state_dict().items()}
+        name_by_id = {id(value): name for name, value in self.state_dict().items()}
         arrays, grids = {}, {}
         for quantizer in self._quantizers():
             for part, value in quantizer.state.items() if quantizer.has_scale else ():
-                name = names[id(value)]
+                name = name_by_id[id(value)]
                 arrays[name] = quantizer.array(part).astype("int32" if part == "zero_point" else "float32")
                 grids[name.removesuffix(f".{part}")] = {
                     "low": quantizer.grid.low, "high": quantizer.grid.high, "axes": quantizer.axes,
@@ -393,7 +403,7 @@ class QuantizeTool(amanda.Tool):
             path: File that `save` wrote.
 
         Raises:
-            QuantizeError: For a file that a tool with other options wrote.
+            QuantizeError: For another file, and one that a tool with other options wrote.
         """
         arrays, about = read_scales(path)
         options, file_options = self.options.scale_options(), about.get("options", {})

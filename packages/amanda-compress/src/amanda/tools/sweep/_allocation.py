@@ -40,7 +40,7 @@ class OpCosts(amanda.Tool):
         self.add_inst_for_op(self._record_costs, require_outputs=True, guard="shape")
 
     def _record_costs(self, context: amanda.OpContext) -> None:
-        """Record the FLOPs of an op and the sizes of the parameters that it reads."""
+        """Record the FLOPs of an op, the sizes of the parameters that it reads, and which is its weight."""
         if context["phase"] != "forward":
             return
         cost, op_id, inputs = context.get("cost"), context.get_op_id(), context.get_inputs()
@@ -63,13 +63,13 @@ class OpCosts(amanda.Tool):
 
     def of_ops(self, op_ids: Iterable[int]) -> tuple[int, dict[Hashable, WeightSize]]:
         """Return the FLOPs of the products of some ops, and the sizes of the weights that they read."""
-        recorded = [op_id for op_id in op_ids if op_id in self._cost_by_op]
+        recorded_ids = [op_id for op_id in op_ids if op_id in self._cost_by_op]
         weights = {
             parameter: WeightSize(self._element_counts[parameter], self._sizes_by_op[op_id][parameter])
-            for op_id in recorded
+            for op_id in recorded_ids
             if (parameter := self._weight_by_op.get(op_id)) is not None
         }
-        return sum(2 * self._cost_by_op[op_id].macs for op_id in recorded), weights
+        return sum(2 * self._cost_by_op[op_id].macs for op_id in recorded_ids), weights
 
     def flops(
         self, shares: Mapping[int, tuple[float, float]] | None = None, skipped: Collection[int] = ()
@@ -97,7 +97,7 @@ class OpCosts(amanda.Tool):
             shares: Share of an op's products, and of its weight, that remains, by op id.
             skipped: Ops that do not run.
         """
-        remaining: dict[Hashable, float] = {}
+        bytes_by_parameter: dict[Hashable, float] = {}
         for op_id, sizes in self._sizes_by_op.items():
             products_share, weight_share = (shares or {}).get(op_id, (1.0, 1.0))
             for parameter, size in sizes.items():
@@ -106,8 +106,8 @@ class OpCosts(amanda.Tool):
                 share = weight_share if goes_with_weight else 1.0
                 bytes_left = 0.0 if op_id in skipped else share * size
                 # A parameter is stored once, for the reader that needs most of it.
-                remaining[parameter] = max(remaining.get(parameter, 0.0), bytes_left)
-        return sum(remaining.values())
+                bytes_by_parameter[parameter] = max(bytes_by_parameter.get(parameter, 0.0), bytes_left)
+        return sum(bytes_by_parameter.values())
 
 
 CostOption: TypeAlias = "Literal['size', 'flops'] | Callable[..., Any] | None"
@@ -147,7 +147,8 @@ class SweepCost:
     def saved_cost(self, sites: Sequence[Site], level: float, points: Sequence[Point]) -> float:
         """Return the cost that a level of ops which share weights saves; points: of each op alone.
 
-        A point that failed has no measured cost, and counts as nothing saved.
+        A point that failed has no measured cost, and counts as nothing saved; so does an op without a weight
+        for FLOPs.
         """
         if self.measured is not None:
             # Measured savings of single ops are added up; the total of a choice is measured after it.
@@ -257,7 +258,8 @@ def group_by_weights(weights_by_op: Mapping[str, frozenset[object]]) -> list[lis
 class Allocation:
     """The measurements of a sweep as outcomes of levels, from which budgets choose.
 
-    sites: the ops.  points: by name and level.  dense: the metric without the tool.
+    sites: the ops.  points: by name and level, of which failed ones are no outcomes.
+    dense: the metric without the tool.
     """
 
     def __init__(
@@ -269,8 +271,8 @@ class Allocation:
         cost_model: SweepCost,
     ) -> None:
         self._cost_model = cost_model
-        holders = {name: frozenset(cost_model.weights(site)) for name, site in sites.items()}
-        self._groups = group_by_weights(holders)
+        weights_by_op = {name: frozenset(cost_model.weights(site)) for name, site in sites.items()}
+        self._groups = group_by_weights(weights_by_op)
         self._outcomes = [[LevelOutcome(KEEP, 0.0, 0.0)] for _ in self._groups]
         self._saved: list[dict[str, float]] = [{KEEP: 0.0} for _ in self._groups]
         for names, outcomes, saved_by_level in zip(self._groups, self._outcomes, self._saved, strict=True):

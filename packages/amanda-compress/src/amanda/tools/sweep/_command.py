@@ -26,7 +26,7 @@ _LOADER_FILES = (
 
 
 def _parse_numbers(text: str) -> list[float]:
-    """Return the numbers of a text such as "0.5,0.9"."""
+    """Return the numbers of a text such as "0.5,0.9"; raise click.BadParameter for another text."""
     numbers = OptionType(float)
     try:
         return [numbers.convert(number, None, None) for number in text.split(",")]
@@ -157,7 +157,10 @@ def _make_sweep(
 
 
 def _report_failure(evaluate: str, error: Exception) -> int:
-    """Write what the program raised to stderr, from where the frames of the program begin."""
+    """Write what the program raised to stderr, from where the frames of the program begin; return 1.
+
+    Raises the exception itself if no frame is of the program.
+    """
     trace = error.__traceback__
     # Frames of the loader say nothing about the user's program.
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_LOADER_FILES):

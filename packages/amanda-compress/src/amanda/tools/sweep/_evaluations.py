@@ -63,7 +63,7 @@ class SweepProgram(Generic[Level]):
         return {**vars(self), "sites": {}, "_place_namer": amanda.Tool(), "_is_in_worker": True}
 
     def load(self) -> Callable[[Mapping[str, str]], Measurement]:
-        """Return `measure`; in a worker, raise SweepError if the program differs there."""
+        """Return `measure`; in a worker, evaluate without a tool and raise SweepError if that differs."""
         if self._is_in_worker:
             metric, dense = self.measure_dense().metric, self.dense
             if dense is None or not is_same(metric, dense):
@@ -113,7 +113,10 @@ class SweepProgram(Generic[Level]):
         return tools
 
     def _measure_with(self, *tools: amanda.Tool) -> Measurement:
-        """Evaluate in a scope of tools, each prepared; raise ValueError unless the metric is finite."""
+        """Evaluate in a scope of tools, each prepared.
+
+        Raises SweepError unless the metric is a number, and ValueError unless it is finite.
+        """
         with self._scope(*tools):
             for tool in tools:
                 if self._prepare is not None:
@@ -122,7 +125,10 @@ class SweepProgram(Generic[Level]):
             return Measurement(metric, self._measured_cost(*tools))
 
     def _measured_cost(self, *tools: amanda.Tool) -> float | None:
-        """Return what the cost function returns for tools; None without a function."""
+        """Return the number that the cost function returns for tools; None without a function.
+
+        Raises as `_measure_with` does.
+        """
         if self._cost is None:
             return None
         return check_number(self._cost(*tools), self._cost, SweepError, self._cost_name)
@@ -185,7 +191,7 @@ def option_words(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _option_word(option: Any) -> Any:
-    """Return a number, a text or None as it is, a list of such as a list, and anything else by a name."""
+    """Return a number, a text or None as it is, lists and sets of these as a list, else a name."""
     if isinstance(option, (list, tuple, set, frozenset)):
         words = [_option_word(element) for element in option]
         return words if isinstance(option, (list, tuple)) else sorted(words, key=repr)
@@ -222,6 +228,7 @@ class SweepRecords:
     def write_to(self, path: str | os.PathLike[str] | None, options: Mapping[str, Any]) -> Iterator[None]:
         """Read the records of a file, and write those of evaluations within this context; None: no file.
 
+        Of the file, evaluations without a tool and at all ops are not taken.
         Raises ArtefactError for a file of another sweep.
         """
         if path is None:
@@ -248,11 +255,11 @@ class SweepRecords:
 
     def _write(self, file: TrialFile, key: str, record: Record) -> None:
         """Write a record, unless the file has it; raise ArtefactError if the file has another metric."""
-        earlier = None if key not in file.records else Record(**file.records[key])
-        if earlier is None or earlier.metric is None:
+        earlier_record = None if key not in file.records else Record(**file.records[key])
+        if earlier_record is None or earlier_record.metric is None:
             file.add(key, record._asdict())
-        elif record.metric is not None and not is_same(record.metric, earlier.metric):
+        elif record.metric is not None and not is_same(record.metric, earlier_record.metric):
             raise ArtefactError(
                 f"{file.path} is of another model, other data or other options: at {json.loads(key)} it has "
-                f"{earlier.metric}, and this sweep {record.metric}; give another file"
+                f"{earlier_record.metric}, and this sweep {record.metric}; give another file"
             )

@@ -130,24 +130,24 @@ class SweepResult(PlottedResult):
 
     def draw(self, axes: Axes) -> None:
         """Draw a line for each op, at most 20 that lose most, and a thick line for all ops together."""
-        lines: dict[Site, list[Point]] = {}
+        points_by_site: dict[Site, list[Point]] = {}
         for point in self.points:
             if point.metric is not None:
-                lines.setdefault(point.site, []).append(point)
-        all_points = lines.pop(ALL, [])
-        worst = sorted(lines, key=lambda site: min(point.metric or 0.0 for point in lines[site]))[
-            :_MOST_LINES
-        ]
-        for site in worst:
+                points_by_site.setdefault(point.site, []).append(point)
+        all_points = points_by_site.pop(ALL, [])
+        worst_sites = sorted(
+            points_by_site, key=lambda site: min(point.metric or 0.0 for point in points_by_site[site])
+        )[:_MOST_LINES]
+        for site in worst_sites:
             name = site.module or site.name
-            axes.plot(*_coordinates(lines[site]), marker="o", markersize=3, linewidth=1, label=name)
+            axes.plot(*_coordinates(points_by_site[site]), marker="o", markersize=3, linewidth=1, label=name)
         if all_points:
             axes.plot(*_coordinates(all_points), color="black", linewidth=2.5, label="all together")
         if self.dense is not None:
             axes.axhline(self.dense, color="gray", linestyle="--", linewidth=1, label="without")
         axes.set_xlabel(self.level)
         axes.set_ylabel(self.metric)
-        if lines or all_points:
+        if points_by_site or all_points:
             axes.legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
 
 

@@ -77,8 +77,8 @@ class Sweep(Generic[Level]):
     ) -> None:
         if isinstance(cost, str) and left is None:
             raise SweepError(f"Sweep: cost is {cost!r} without left; give left too, a function, or None")
-        numeric = all(isinstance(level_value, Real) and isfinite(level_value) for level_value in levels)
-        if not levels or not numeric or len({f"{level_value:g}" for level_value in levels}) < len(levels):
+        are_numbers = all(isinstance(level_value, Real) and isfinite(level_value) for level_value in levels)
+        if not levels or not are_numbers or len({f"{level_value:g}" for level_value in levels}) < len(levels):
             raise SweepError(
                 f"levels is {list(levels)}; give one number at least, all different in six digits"
             )
@@ -172,8 +172,8 @@ class Sweep(Generic[Level]):
             # Several budgets may choose the same levels, which are evaluated once.
             choices = {record_key(architecture): architecture for architecture in architectures}
             self._measure(list(choices.values()), progress, retries, jobs, len(choices))
-        unchanged = dict.fromkeys(program.sites, KEEP)
-        trials = [Trial(unchanged, program.dense, {cost_name: self._cost_model.total}, 0.0)]
+        unchanged_architecture = dict.fromkeys(program.sites, KEEP)
+        trials = [Trial(unchanged_architecture, program.dense, {cost_name: self._cost_model.total}, 0.0)]
         for architecture in architectures:
             record = self._records.get(architecture)
             assert record is not None
@@ -181,9 +181,11 @@ class Sweep(Generic[Level]):
             costs = {cost_name: cost}
             trials.append(Trial(architecture, record.metric, costs, record.seconds, record.error))
         for label, level in program.levels.items():
-            uniform, point = dict.fromkeys(program.sites, label), points[ALL.name, level]
-            cost = allocation.cost(uniform) if point.cost is None else point.cost
-            trials.append(Trial(uniform, point.metric, {cost_name: cost}, point.seconds, point.error))
+            uniform_architecture, point = dict.fromkeys(program.sites, label), points[ALL.name, level]
+            cost = allocation.cost(uniform_architecture) if point.cost is None else point.cost
+            trials.append(
+                Trial(uniform_architecture, point.metric, {cost_name: cost}, point.seconds, point.error)
+            )
         return SearchResult(trials, self._metric_name, [cost_name], stopped="")
 
     def tools(self, architecture: Mapping[str, str]) -> list[amanda.Tool]:
@@ -231,7 +233,7 @@ class Sweep(Generic[Level]):
             self._program.make(level)
 
     def _measure_dense(self, progress: Progress) -> None:
-        """Evaluate without a tool, and record the costs of ops."""
+        """Evaluate without a tool; record the metric, its cost, and the costs of ops."""
         progress.begin(self._count, "without a tool")
         begin = perf_counter()
         recorders = [self._cost_model.op_costs] if self._cost_model.cost is not None else []
@@ -247,11 +249,11 @@ class Sweep(Generic[Level]):
             if self._records.is_due(architecture, attempt):
                 description, begin = self._describe(architecture), perf_counter()
                 progress.begin(self._count, description, 1 + len(self._points))
-                measured, error = Progress.attempt(
+                measurement, error = Progress.attempt(
                     partial(self._program.measure_all_ops, self._program.levels[label]),
                     f"no {self._metric_name} of {description}",
                 )
-                metric, cost = measured or (None, None)  # without a metric the attempt failed
+                metric, cost = measurement or (None, None)  # without a metric the attempt failed
                 self._records.add(architecture, Record(metric, error, perf_counter() - begin, cost))
                 progress.done(error or f"{self._metric_name} {metric:g}")
 
@@ -263,19 +265,19 @@ class Sweep(Generic[Level]):
         jobs: int | None,
         total: int,
     ) -> None:
-        """Evaluate architectures, unless earlier evaluations succeeded, here or in workers.
+        """Evaluate and record architectures, here or in workers, unless earlier evaluations succeeded.
 
         total: number of evaluations that the progress counts, of which these come last.
         """
         for attempt in range(1 + retries):
-            due = [
+            due_architectures = [
                 architecture for architecture in architectures
                 if self._records.is_due(architecture, attempt)
             ]  # fmt: skip
-            pending = {record_key(architecture): architecture for architecture in due}
-            if due:
-                progress.begin(total, self._describe(due[0]), total - len(due))
-            for outcome in run_trials(self._program.load, due, jobs):
+            pending = {record_key(architecture): architecture for architecture in due_architectures}
+            if due_architectures:
+                progress.begin(total, self._describe(due_architectures[0]), total - len(due_architectures))
+            for outcome in run_trials(self._program.load, due_architectures, jobs):
                 description = self._describe(outcome.trial)
                 if outcome.error:
                     logger.warning("no %s of %s: %s", self._metric_name, description, outcome.error)
@@ -336,6 +338,7 @@ class SparsitySweep(Sweep[float]):
             return PruneTool(sparsity=sparsity, **options)
 
         def prepare(tool: PruneTool) -> None:
+            """Evaluate once as a calibration, if the tool needs one."""
             if tool.needs_preparation:
                 with tool.calibrating():
                     evaluate()
@@ -388,12 +391,14 @@ class BitsSweep(Sweep[int]):
         **options: Any,
     ) -> None:
         def make(level: int) -> QuantizeTool:
+            """Return a new tool for a number of bits, which calibrates if there is `calibrate`."""
             return QuantizeTool(
                 method="dynamic" if calibrate is None else "static", weight_bits=level if weights else None,
                 activation_bits=level if activations else None, **options,
             )  # fmt: skip
 
         def prepare(tool: QuantizeTool) -> None:
+            """Calibrate the tool by `calibrate`, if there is one."""
             if calibrate is not None:
                 with tool.calibrating():
                     calibrate()

@@ -31,11 +31,11 @@ class Progress:
         from rich.console import Console
 
         self._console = Console(stderr=True, soft_wrap=True)
-        self._lines = is_visible and not self._console.is_terminal
+        self._prints_lines = is_visible and not self._console.is_terminal
         self._bar = progress.Progress(
             progress.TextColumn("{task.description}"), progress.BarColumn(),
             progress.MofNCompleteColumn(), progress.TimeRemainingColumn(),
-            console=self._console, transient=True, disable=self._lines or not is_visible,
+            console=self._console, transient=True, disable=self._prints_lines or not is_visible,
         )  # fmt: skip
         self._task = self._bar.add_task("", total=None)
         self._count = self._total = 0
@@ -63,7 +63,7 @@ class Progress:
     def done(self, outcome: str) -> None:
         """Report the outcome of the point."""
         self._bar.update(self._task, completed=self._count + 1)
-        if self._lines:
+        if self._prints_lines:
             line = f"{self._count + 1}/{self._total} {self._description}: {outcome}"
             self._console.print(line, highlight=False, markup=False)
 
@@ -182,7 +182,10 @@ class TrialFile:
             pass
 
     def _read_records(self, header: Mapping[str, Any]) -> None:
-        """Read the records; write the header of a new file."""
+        """Read the records, and cut off an unfinished last line; write the header of a new file.
+
+        Raises ArtefactError for a file of other trials.
+        """
         with naming(self.path, "read"):
             self._file.seek(0)
             try:

@@ -26,7 +26,7 @@ class Trial:
 
     @property
     def scores(self) -> tuple[float, ...]:
-        """Return the metric and the negated costs: larger is better for each."""
+        """Return the metric and the negated costs: larger is better for each; () without a metric."""
         return () if self.metric is None else (self.metric, *(-cost for cost in self.costs.values()))
 
 
@@ -52,17 +52,17 @@ class SearchResult(PlottedResult):
     def __init__(self, trials: Sequence[Trial], metric: str, costs: Sequence[str], stopped: str) -> None:
         self.trials, self.metric, self.costs, self.stopped = tuple(trials), metric, tuple(costs), stopped
         self.title = f"{len(self.trials)} architectures by {', '.join([metric, *self.costs])}"
-        number = partial(Column, number=True, show="{:.4g}".format)
+        number_column = partial(Column, number=True, show="{:.4g}".format)
         self.columns = (  # type: ignore[misc]
             Column("trial", number=True), Column("architecture", show=partial(shortened, width=60)),
-            number(metric), *map(number, self.costs),
+            number_column(metric), *map(number_column, self.costs),
             Column("front", show={True: "*", False: ""}.__getitem__),
-            number("seconds", unit="s"), Column("error", show=partial(shortened, width=36)),
+            number_column("seconds", unit="s"), Column("error", show=partial(shortened, width=36)),
         )  # fmt: skip
 
     @property
     def front(self) -> list[Trial]:
-        """Return the trials that no other trial dominates, the highest metric first."""
+        """Return the trials that no other trial dominates, the highest metric first; of equals the first."""
         front: dict[tuple[float, ...], Trial] = {}
         scores = [trial.scores for trial in self.trials if trial.scores]
         for trial in self.trials:
@@ -103,7 +103,7 @@ class SearchResult(PlottedResult):
         }  # fmt: skip
 
     def draw(self, axes: Axes) -> None:
-        """Draw the metric of each trial against the first cost, or the trials, and the front as a line."""
+        """Draw the metric of each trial against the first cost, with the front as a line, else by trials."""
         evaluated = [(number, trial) for number, trial in enumerate(self.trials) if trial.metric is not None]
         axes.scatter(
             [_x_position(trial, number) for number, trial in evaluated],
@@ -111,10 +111,10 @@ class SearchResult(PlottedResult):
             s=14, color="gray", label="evaluated",
         )  # fmt: skip
         if self.costs:
-            line = [(_x_position(trial, 0), trial.metric or 0.0) for trial in reversed(self.front)]
+            front_points = [(_x_position(trial, 0), trial.metric or 0.0) for trial in reversed(self.front)]
             axes.plot(
-                [x for x, _ in line],
-                [y for _, y in line],
+                [x for x, _ in front_points],
+                [y for _, y in front_points],
                 color="black",
                 marker="o",
                 markersize=4,

@@ -62,7 +62,7 @@ class PerProcess(Generic[R]):
         return PerProcess, (self._make,)
 
     def __call__(self, *args: Any, **kwargs: Any) -> R:
-        """Call the function."""
+        """Call the function, which the first call in a process makes."""
         if self._function is None:
             # Parameters that were made in the scope of a tool would look like tensors of the program.
             with amanda.disabled():
@@ -225,6 +225,7 @@ def _run_on_dask(
             self.payload, self.digest = pickled.payload, pickled.digest
 
         def setup(self, worker: Any) -> None:
+            """Store the function in a worker that starts."""
             # Imported there: this class travels with copies of its globals.
             from amanda.tools.trials import _run
 
@@ -265,17 +266,17 @@ def _run_on_ray(
     import ray
 
     # Not twice for a process that ends by itself: the caller runs that trial again alone.
-    run = ray.remote(max_retries=0)(_PickledFunction.run)
+    remote_run = ray.remote(max_retries=0)(_PickledFunction.run)
     payload = ray.put(worker.payload)
     waiting, running = list(trials.items())[::-1], list[Any]()
     failure: Exception | None = None
     try:
         while waiting or running:
             while waiting and len(running) < workers:
-                running.append(run.remote(payload, worker.digest, worker.threads, *waiting.pop()))
-            (finished,), running = ray.wait(running, num_returns=1)
+                running.append(remote_run.remote(payload, worker.digest, worker.threads, *waiting.pop()))
+            (finished_task,), running = ray.wait(running, num_returns=1)
             try:
-                answer = ray.get(finished)
+                answer = ray.get(finished_task)
             except Exception as error:
                 failure = error
                 continue
@@ -290,7 +291,10 @@ def _run_on_ray(
 def _run_in_workers(
     engine: _Engine, load: Callable[[], Callable[[T], R]], trials: Sequence[T]
 ) -> Generator[Outcome[T, R], None, None]:
-    """Yield the outcomes of trials that run in workers; those of a worker that died run again."""
+    """Yield the outcomes of trials that run in workers; those of a worker that died run again, alone.
+
+    A second death is the error of a trial.  Reports that no tool of the scope is applied in workers.
+    """
     worker = _PickledFunction.of(load)
     # Tools of an open scope stay in this process, as their results do.
     report_unseen("trials in other processes", "no tool of a scope around them is applied there")
@@ -302,9 +306,9 @@ def _run_in_workers(
             # One of the trials that were running has ended its process, and nothing tells which: each of
             # these, at most two a worker, runs again alone.
             for number in list(remaining)[: 2 * engine.workers]:
-                alone = {number: remaining[number]}
+                single_trial = {number: remaining[number]}
                 try:
-                    yield from _collect_outcomes(engine.run(worker, alone), alone)
+                    yield from _collect_outcomes(engine.run(worker, single_trial), single_trial)
                 except _ProcessEnded as error:
                     yield Outcome(remaining[number], None, str(error))
                 del remaining[number]

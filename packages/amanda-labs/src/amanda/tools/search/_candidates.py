@@ -67,7 +67,7 @@ class KeepCandidate(OpCandidate):
 
     def compute(self, inputs: Sequence[Any], site: Site, original: Original) -> Any:
         """Return the op's output; an op in place, which PyTorch alone has, writes into a copy."""
-        # In a mixture other candidates read the same input, which must not kernel_growth before.
+        # In a mixture other candidates read the same input, which must not change before.
         return original(inputs[0].clone(), *inputs[1:]) if site.in_place else original(*inputs)
 
 

@@ -79,8 +79,8 @@ class Evolution(Random):
         if len(self._alive) < self._population:
             return super().ask(space, numbers)
         # From the generator of the trial, not from one of this object: a continued search draws the same.
-        drawn = numbers.choice(len(self._alive), min(self._sample, len(self._alive)), replace=False)
-        sample = [self._alive[i] for i in drawn]
+        drawn_indices = numbers.choice(len(self._alive), min(self._sample, len(self._alive)), replace=False)
+        sample = [self._alive[i] for i in drawn_indices]
         # With one score, to be dominated by none is to be the best; with several it is to be on the front.
         parent, _ = min(sample, key=lambda member: self._count_dominators(member[1], sample))
         name = list(space)[numbers.integers(len(space))]
@@ -164,10 +164,10 @@ class PolicyGradient:
         # The first reward is its own baseline, and changes nothing.
         advantage = 0.0 if self._baseline is None else reward - self._baseline
         for name, probabilities in self.probabilities(space).items():
-            drawn = np.zeros(len(probabilities))
-            drawn[list(space[name]).index(architecture[name])] = 1
+            one_hot = np.zeros(len(probabilities))
+            one_hot[list(space[name]).index(architecture[name])] = 1
             # The gradient of the log probability of a softmax: one at what was drawn, less the probabilities.
-            self._logits[name] += self._rate * advantage * (drawn - probabilities)
+            self._logits[name] += self._rate * advantage * (one_hot - probabilities)
         baseline = reward if self._baseline is None else self._baseline
         self._baseline = self._decay * baseline + (1 - self._decay) * reward
 
@@ -230,7 +230,10 @@ class StudyTrials:
         return study
 
     def read(self) -> list[Trial]:
-        """Return the trials that were evaluated, by any process, in the order of their numbers."""
+        """Return the trials that were evaluated, by any process, in the order of their numbers.
+
+        Raises SearchError for a trial over another space.
+        """
         states = self._optuna.trial.TrialState
         # Without copies: nothing here writes to them.
         for frozen in self.study.get_trials(deepcopy=False, states=(states.COMPLETE, states.FAIL)):
@@ -326,6 +329,7 @@ class OptunaController(Random):
     def ask(self, space: Space, numbers: np.random.Generator) -> Architecture:
         """Return the sampler's proposal; a random architecture after too many that were tried already.
 
+        A proposal that the Search has refused fails in the study.
         Raises SearchError for a controller that no Search has.
         """
         if self.trials is None:

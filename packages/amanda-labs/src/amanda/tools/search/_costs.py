@@ -25,7 +25,10 @@ class ArchitectureCosts(OpCosts):
     def _shares_by_op(
         self, sites: Sequence[Site], architecture: Mapping[str, str]
     ) -> tuple[dict[int, tuple[float, float]], set[int]]:
-        """Return the shares of products and weights by op id, and the ops that are skipped."""
+        """Return the shares of products and weights by op id, and the ops that are skipped.
+
+        Raises SearchError before the costs of ops are recorded.
+        """
         if self.is_empty:
             raise SearchError("SearchTool: the costs of ops are not known; call prepare(model, x) first")
         shares: dict[int, tuple[float, float]] = {}
@@ -67,10 +70,11 @@ def settle_architecture(
             changes = []  # loss for each unit saved, name, label
             for name, probabilities in shares.items():
                 for label, probability in probabilities.items():
-                    changed = settled | {name: label}
-                    saving = present_cost - measure(changed)
+                    changed_architecture = settled | {name: label}
+                    saving = present_cost - measure(changed_architecture)
                     breaks_limit = any(
-                        earlier_measure(changed) > bound for earlier_measure, bound in earlier_limits
+                        earlier_measure(changed_architecture) > bound
+                        for earlier_measure, bound in earlier_limits
                     )
                     if saving > 0 and not breaks_limit:
                         loss = log(probabilities[settled[name]] / probability)

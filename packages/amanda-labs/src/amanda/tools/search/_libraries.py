@@ -192,7 +192,7 @@ class TorchLibrary(SearchLibrary):
 
     def for_op(self, context: amanda.OpContext) -> SearchLibrary:
         """Return the functions for an op: a module pads the input of its convolution, unless with zeros."""
-        module_padding = ModulePadding.of(context)
+        module_padding = ModulePadding.of_called_module()
         return self if module_padding is None else TorchLibrary(module_padding)
 
     def as_output(self, x: Any) -> Any:
@@ -215,7 +215,7 @@ class TorchLibrary(SearchLibrary):
     def convolution_obstacle(
         self, context: amanda.OpContext, kernel_growth: Sequence[int], groups: int
     ) -> str:
-        """Refuse calls in another form than `conv2d` with groups, and padding that would be negative."""
+        """Refuse calls in another form than `conv2d` with groups, and padding "valid" or below 0."""
         inputs = context.get_inputs()
         # With groups, the last input, positions are those of the whole schema; `torch.convolution` has more.
         if len(inputs) < 7:
@@ -223,7 +223,7 @@ class TorchLibrary(SearchLibrary):
         if len(inputs) > 7:
             return "it is called as torch.convolution; call the convolution as a module"
         data, _weight, _bias, _stride, padding, dilation, *_ = inputs
-        module_padding = ModulePadding.of(context)
+        module_padding = ModulePadding.of_called_module()
         if module_padding is not None:
             return module_padding.convolution_obstacle(context["shape"](data), dilation, kernel_growth)
         # "same" follows the window by itself; "valid" gives a smaller output for a larger window.
@@ -297,7 +297,7 @@ class TensorFlowLibrary(SearchLibrary):
     def convolution_obstacle(
         self, context: amanda.OpContext, kernel_growth: Sequence[int], groups: int
     ) -> str:
-        """Refuse other padding than "same", and groups in the model's own convolution."""
+        """Refuse another window if the padding is not "same", and groups in the model's own convolution."""
         attributes = context.get_attrs()
         if attributes.get("padding") not in ("SAME", b"SAME") and any(kernel_growth):
             return f"its padding is {attributes.get('padding')}, not 'same'"
@@ -313,8 +313,8 @@ class TensorFlowLibrary(SearchLibrary):
             return original(*inputs)
         # Inputs are split along their channels, and the weight along the outputs, its last axis.
         axis = site.channels
-        parts = zip(tf.split(inputs[0], groups, axis), tf.split(inputs[1], groups, -1), strict=True)
-        return tf.concat([original(*part) for part in parts], axis)
+        group_inputs = zip(tf.split(inputs[0], groups, axis), tf.split(inputs[1], groups, -1), strict=True)
+        return tf.concat([original(*part) for part in group_inputs], axis)
 
     def finalize(self, model: Any, sites: Iterable[Site]) -> Any:
         """Return a clone of a Keras model with the chosen layers."""
@@ -381,8 +381,8 @@ class ModulePadding:
     pads: tuple[int, ...]
 
     @classmethod
-    def of(cls, context: amanda.OpContext) -> ModulePadding | None:
-        """Return the padding by the module of an op; None if no module of torch.nn pads."""
+    def of_called_module(cls) -> ModulePadding | None:
+        """Return the padding by the module that is being called; None if no module of torch.nn pads."""
         _TORCH_REQUIRED.check()
         from torch import nn
 
@@ -409,10 +409,10 @@ class ModulePadding:
         for size, before, after in zip(reversed(shape), self.pads[::2], self.pads[1::2], strict=False):
             # Reflection does not repeat the element at the edge, so it has one less to give.
             most_pads += 2 * [size - before - after - (self.mode == "reflect")]
-        is_wide = self.mode != "replicate" and any(
+        is_too_wide = self.mode != "replicate" and any(
             pad > most for pad, most in zip(pads, most_pads, strict=True)
         )
-        return f"the input is smaller than its {self.mode} padding would be" if is_wide else ""
+        return f"the input is smaller than its {self.mode} padding would be" if is_too_wide else ""
 
     def pad_for_window(self, x: Any, dilation: Any, kernel_growth: Sequence[int]) -> Any:
         """Return a padded input with the padding for another window."""

@@ -108,7 +108,10 @@ class Search:
         self._sync_trials()
 
     def _open_study(self, study: Any, cost_names: Sequence[str]) -> StudyTrials | None:
-        """Return the trials of a study, or of the study of Optuna's controller; None without a study."""
+        """Return the trials of a study, or of the study of Optuna's controller; None without a study.
+
+        Optuna's controller gets the trials too.  Raises SearchError if it has another study.
+        """
         controller = self._controller
         if isinstance(controller, OptunaController):
             if study is not None and controller.study is not None:
@@ -156,7 +159,7 @@ class Search:
         if trials is None and seconds is None:
             raise SearchError("Search.run: the budget is None; give trials, seconds, or both")
         jobs = self._check_jobs(jobs)
-        begun, self._stopped = perf_counter(), ""
+        begin, self._stopped = perf_counter(), ""
         # Trials of another process, and those that an earlier run could not write.
         self._sync_trials()
         if self._tool.mixture:
@@ -167,7 +170,7 @@ class Search:
             while not self._stopped:
                 if trials is not None and len(self._trials) >= trials:
                     self._stopped = f"{trials} trials"
-                elif seconds is not None and perf_counter() - begun >= seconds:
+                elif seconds is not None and perf_counter() - begin >= seconds:
                     self._stopped = f"{seconds:g} seconds"
                 elif not (architectures := self._next_architectures(trials)):
                     self._stopped = "every architecture that was drawn is known, or above the limits"
@@ -178,7 +181,7 @@ class Search:
         return self.result
 
     def _check_jobs(self, jobs: int | None) -> int | None:
-        """Return the number of jobs; raise SearchError where several processes cannot work."""
+        """Return the number of jobs, 1 with `train`; raise SearchError where several cannot work."""
         if jobs not in (None, 1):
             if self._is_trained:
                 raise SearchError(
@@ -230,12 +233,12 @@ class Search:
 
     def _make_trial(self, outcome: Outcome[Mapping[str, str], Measurements], text: str) -> Trial:
         """Return the trial of an outcome; if it has an error, without a metric, and with a warning."""
-        measured = outcome.value or Measurements({})
-        error = outcome.error or measured.error
+        measurements = outcome.value or Measurements({})
+        error = outcome.error or measurements.error
         if error:
             logger.warning("no %s of %s: %s", self._metric, text, error)
-        metric = None if error else measured.numbers[self._metric]
-        costs = {name: measured.numbers.get(name, nan) for name in self._costs}
+        metric = None if error else measurements.numbers[self._metric]
+        costs = {name: measurements.numbers.get(name, nan) for name in self._costs}
         return Trial(dict(outcome.trial), metric, costs, outcome.seconds, error)
 
     def _sync_trials(self) -> None:
@@ -291,6 +294,7 @@ class Search:
         """Draw an architecture within the limits that was not tried; None if many draws give none.
 
         The controller may repeat itself, so random architectures are drawn after many of its proposals.
+        Raises SearchError for a proposal outside of the space.
         """
         numbers = np.random.default_rng([self._seed, number])
         if len(tried) >= prod(map(len, self._space.values())):
@@ -373,7 +377,10 @@ class SearchProgram:
         return self.measure
 
     def measure(self, architecture: Mapping[str, str]) -> Measurements:
-        """Train, evaluate and measure costs; an exception that is not Amanda's is the error."""
+        """Train, evaluate and measure costs; NaN, infinity or an exception that is not Amanda's is the error.
+
+        The tool keeps the architecture.  Raises SearchError in a worker with other choices.
+        """
         self._tool.architecture = architecture
         numbers = dict.fromkeys((self._metric, *self._costs), nan)
         try:

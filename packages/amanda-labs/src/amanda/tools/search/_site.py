@@ -70,10 +70,10 @@ class Site:
         self.candidates = {
             candidate.label: candidate for candidate in candidates if candidate.label not in self.rejected
         }
-        self.decision: Decision
+        self.decision: Decision  # set by the tool once a decision has admitted the op
 
     def _set_weight(self, context: amanda.OpContext) -> None:
-        """Set the facts of the op's weight and bias; an op without a weight has the shape ()."""
+        """Set the facts of the op's weight, channels and bias; an op without a weight has the shape ()."""
         self.weight: int | None = context["weight_index"]
         self.layout: str | None = context["weight_layout"]
         value = None if self.weight is None else context.get_inputs()[self.weight]
@@ -160,8 +160,8 @@ class Site:
         return tensors_of(value).to_numpy(value)
 
     def weights(self) -> Iterator[Any]:
-        """Yield the parameters of candidates."""
-        yield from (self._states[label] for label in self._gradients if label != "alpha")
+        """Yield the parameters of candidates, without mixture weights."""
+        yield from (self._states[name] for name in self._gradients if name != "alpha")
 
     @property
     def parameters(self) -> Sequence[str]:
@@ -195,7 +195,8 @@ _MAX_TENSORS = 1000
 def find_residual_block(flow: Dataflow, node: DataflowNode) -> tuple[int, frozenset[int]] | None:
     """Return for an addition the position of the block's input, and the ids of the ops of its branch.
 
-    None if no summand of the addition is the input of the branch that makes the other summand.
+    None if no summand of the addition is the input of the branch that makes the other summand, or if their
+    shapes differ.
     """
     if node.type != "add" or len(node.inputs) < 2 or None in node.inputs[:2]:
         return None
@@ -250,7 +251,10 @@ class Decision:
         """The labels of the mixture weights; a later op may have rejected some of them."""
 
     def admit(self, site: Site) -> bool:
-        """Add an op, and drop the labels that it cannot have; if fewer than two remain, only return False."""
+        """Add an op, and drop the labels that it cannot have; if fewer than two remain, only return False.
+
+        Reasons go into `rejected`; the first label takes the place of a current one that is dropped.
+        """
         # A decision without an op yet has no labels.
         labels = [label for label in self.labels or site.candidates if label in site.candidates]
         if len(labels) < 2:
@@ -277,9 +281,9 @@ class Decision:
             self._mixture_labels = self.labels
             # By name: the start does not depend on the order in which ops are met.
             generator = np.random.default_rng([seed, crc32(self.name.encode())])
-            start = _SPREAD * generator.standard_normal(len(self.labels))
+            initial_weights = _SPREAD * generator.standard_normal(len(self.labels))
             # State belongs to an op; a shared decision keeps it at its first one.
-            self.sites[0].keep_state("alpha", lambda: start, True)
+            self.sites[0].keep_state("alpha", lambda: initial_weights, True)
 
     @property
     def alpha(self) -> Any:
@@ -379,6 +383,7 @@ def _collecting_function() -> Callable[..., Any]:
         return value, (total, count)
 
     def backward(op: str, references: tuple[Any, Any], gradient: Any) -> Any:
+        """Add the gradient of the value to the references, and return it."""
         _add_to_references(*references, gradient)
         # References have no gradient; `like` makes JAX differentiate this function.
         return gradient, None, None, None
@@ -407,7 +412,7 @@ def _refuse_differentiated_branches(op: str) -> None:
 
 
 def _add_to_references(total: Any, count: Any, gradient: Any) -> None:
-    """Add a gradient to a sum, under `vmap` the gradient's sum over the rows.
+    """Add a gradient to a sum, and 1 to its count; under `vmap` add the gradient's sum over the rows.
 
     A batched trace cannot write to a reference of an outer trace, so the write is made in the outer trace.
     """

@@ -67,12 +67,13 @@ class SearchTool(amanda.Tool):
         # Names count equal ops of one module; each framework's mode counts from the start.
         self._namers: dict[str, amanda.Tool] = {}
         self._flow = Dataflow()
-        self._nodes: dict[int, DataflowNode] = {}
+        self._nodes: dict[int, DataflowNode] = {}  # of ops whose outputs are not recorded yet, by op id
         self._sites: dict[str, Site] = {}
         self._decisions: dict[str, Decision] = {}
         self._refused_names: set[str] = set()
+        # Reasons of rejected candidates by label, by the name of the decision or op.
         self._obstacles: dict[str, Mapping[str, str]] = {}
-        self._untrained = ""
+        self._untrained_reason = ""
         # Labels that were assigned before their ops were met.
         self._requested: dict[str, str] = {}
         self.costs = ArchitectureCosts()
@@ -99,13 +100,15 @@ class SearchTool(amanda.Tool):
     def architecture(self) -> dict[str, str]:
         """The label of the candidate that is chosen at each op, or at all that share a choice.
 
-        Assign one, of all names or some.  Raises SearchError for a name or a candidate that there is not;
-        what is assigned before any op was met is checked when the op is.
+        Assign one, of all names or some; compiled programs are then traced again.  Raises SearchError for a
+        name or a candidate that there is not; what is assigned before any op was met is checked when the op
+        is.
         """
         return {decision.name: decision.label for decision in self._decisions.values()}
 
     @architecture.setter
     def architecture(self, labels: Mapping[str, str]) -> None:
+        """Choose candidates by name, also at ops that are met later; trace compiled programs again."""
         # Remembered also for names that no op has yet, which look their label up when they are met.
         self._check_architecture("architecture", labels)
         self._requested.update(labels)
@@ -187,12 +190,15 @@ class SearchTool(amanda.Tool):
     def settle(
         self, limits: Mapping[Literal["flops", "size"], NonNegativeFloat] | None = None
     ) -> dict[str, str]:
-        """Choose the candidate with the largest mixture weight at each op; return the architecture.
+        """Choose the candidate with the largest mixture weight at each op, and end the mixture.
 
         Args:
             limits: For `flops` or `size`.  While the architecture is above a limit, an op changes to a
                 cheaper candidate: the change that loses the least log probability for each unit saved.  No
                 change breaks an earlier limit.
+
+        Returns:
+            The architecture, which the tool has from now on.
 
         Raises:
             SearchError: If no such change remains.
@@ -219,6 +225,8 @@ class SearchTool(amanda.Tool):
 
     def size(self, architecture: Mapping[str, str] | None = None) -> float:
         """Return bytes of the parameters that the ops of `prepare` read in an architecture.
+
+        Raises SearchError before `prepare`.
 
         Args:
             architecture: Label of each op; None for the current one.
@@ -280,7 +288,7 @@ class SearchTool(amanda.Tool):
             f"there is no {label} at {name}: {reason}"
             for name, reasons in self._obstacles.items() for label, reason in reasons.items()
         ]  # fmt: skip
-        untrained_remarks = [self._untrained] if self._untrained else []
+        untrained_remarks = [self._untrained_reason] if self._untrained_reason else []
         result.remarks = as_remarks([*self.unmatched(), *unfit_remarks, *untrained_remarks])
         return result
 
@@ -295,8 +303,8 @@ class SearchTool(amanda.Tool):
             f"the architecture chooses {label} at {name}, which is no op with a choice"
             for name, label in self._requested.items() if name not in self._decisions
         ]  # fmt: skip
-        selected = (text for choice in self.choices for text in choice.selection.unmatched())
-        return [*super().unmatched(), *selected, *names_without_op]
+        selection_remarks = (text for choice in self.choices for text in choice.selection.unmatched())
+        return [*super().unmatched(), *selection_remarks, *names_without_op]
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Load parameters of candidates that `state_dict` returned; ops are met anew, the architecture stays.
@@ -311,12 +319,12 @@ class SearchTool(amanda.Tool):
         super().load_state_dict(state, strict)
 
     def calibrating(self) -> AbstractContextManager[Any]:
-        """Return a scope that measures the costs of each op; `prepare` enters it."""
+        """Return a scope that measures the costs of each op anew; `prepare` enters it."""
         self.costs = ArchitectureCosts()
         return amanda.apply(self.costs)
 
     def _check_architecture(self, method: str, architecture: Any) -> None:
-        """Raise SearchError for an object that is not an architecture of the ops so far."""
+        """Raise SearchError for an object that is not an architecture; names count once there are ops."""
         is_dict = isinstance(architecture, Mapping)
         if not is_dict or not all(isinstance(text, str) for pair in architecture.items() for text in pair):
             advice = "give a dict from names of ops to labels of candidates"
@@ -325,8 +333,10 @@ class SearchTool(amanda.Tool):
         for name, label in architecture.items() if decisions else ():
             if name not in decisions:
                 # Some name in any case: the user sees how names are written.
-                near = get_close_matches(name, decisions, n=3, cutoff=0) or list(decisions)[:3]
-                raise SearchError(f"SearchTool: {name!r} is no op with a choice; such are {', '.join(near)}")
+                near_names = get_close_matches(name, decisions, n=3, cutoff=0) or list(decisions)[:3]
+                raise SearchError(
+                    f"SearchTool: {name!r} is no op with a choice; such are {', '.join(near_names)}"
+                )
             decisions[name].check(label)
 
     def _retrace_programs(self) -> None:
@@ -340,9 +350,10 @@ class SearchTool(amanda.Tool):
         return self.architecture | dict(architecture or {})
 
     def _instrument_op(self, context: amanda.OpContext) -> None:
-        """Record a forward op, and replace an op of a choice by its candidates.
+        """Record a forward op; replace an op of a choice by its candidates, and count its executions.
 
-        Ops of other phases, and ops without two fitting candidates, stay as they are.
+        Ops of other phases, and ops without two fitting candidates, stay as they are.  The result gets a
+        remark if autodiff does not reach the parameters of candidates.
         """
         if context["phase"] != "forward":
             return
@@ -364,13 +375,17 @@ class SearchTool(amanda.Tool):
         site.op_ids.add(context.get_op_id())
         library: SearchLibrary = context["search"]
         if library.no_gradient_reason and site.parameters:
-            self._untrained = library.no_gradient_reason
+            self._untrained_reason = library.no_gradient_reason
         # A tally counts natively.
         context.insert_before_op(site.executions, inputs=[])
         context.replace_op(self._compute_site, site=site.within(library.for_op(context)))
 
     def _add_site(self, context: amanda.OpContext, name: str, choice: Choice, node: DataflowNode) -> None:
-        """Add an op with a choice to its decision, or record why fewer than two candidates fit."""
+        """Add an op with a choice to its decision, or record why fewer than two candidates fit.
+
+        The decision gets mixture weights if the tool mixes, and the label that was assigned to its name;
+        raises SearchError for a label that it cannot have.
+        """
 
         # A site creates state of its candidates, and does not hold the context.
         def keep(label: str, make: Callable[[], Any], **options: Any) -> Any:

@@ -131,7 +131,7 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
 
     @contextmanager
     def calibrating(self) -> Iterator[None]:
-        """Return a context in which executions calibrate, with unchanged weights.
+        """Return a context in which executions calibrate, with unchanged weights; its end computes states.
 
         Use the context within a scope: `with amanda.apply(tool), tool.calibrating(): ...`.
         """
@@ -183,7 +183,10 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
             )
 
     def finish_calibration(self, weight: CalibratedWeight) -> None:
-        """Compute the state of a weight from its collected inputs; record a reason without inputs."""
+        """Finish a weight: compute its state from its collected inputs; without inputs skip it with a reason.
+
+        Raises QuantizeError for NaN and infinity.
+        """
         import torch
 
         input_sums = weight.input_sums
@@ -204,27 +207,27 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
         weight.updated = 0
 
     def _analyse_product(self, context: amanda.OpContext) -> None:
-        """Insert the routine that collects the inputs of a weight; record why an op has none."""
+        """Insert the routine that collects a weight's inputs, and call `on_product`; else record a reason."""
         read = weight_input(context) if context["phase"] == "forward" else None
         if read is None or context.is_static():
             return
         view, find_weight = self.weights.view_of_read(context, read)
         if view is None and find_weight is None:
             return
-        multiplied = read.multiplied_input(context)
-        reason = _why_unsupported(context, read, has_multiplied_input=multiplied is not None)
-        if multiplied is None or reason:
+        multiplied_input = read.multiplied_input(context)
+        reason = _why_unsupported(context, read, has_multiplied_input=multiplied_input is not None)
+        if multiplied_input is None or reason:
             if isinstance(view, CalibratedWeight):
                 view.skip_reason = reason
             return
         if find_weight is None:  # the op reads the same weight each time
             find_weight = partial(_fixed_weight, view)
-        inputs = [multiplied.position, read.index]
+        inputs = [multiplied_input.position, read.index]
         context.insert_before_op(
-            self._add_inputs, inputs=inputs, find_weight=find_weight, make_rows=multiplied.rows,
+            self._add_inputs, inputs=inputs, find_weight=find_weight, make_rows=multiplied_input.rows,
             layout=read.layout,
         )  # fmt: skip
-        self.on_product(context, inputs, multiplied.axis, find_weight)
+        self.on_product(context, inputs, multiplied_input.axis, find_weight)
 
     def on_product(
         self, context: amanda.OpContext, inputs: Sequence[int], axis: int, find_weight: Any

@@ -383,30 +383,30 @@ def _packed_weight(layer: nn.Linear, weight: CalibratedWeight, tool: IntegerTool
     """Return the tensors of the layout for a weight, by the ends of their names."""
     import torch
 
-    numbers = weight.numbers(("codes", "scale", "zero_point"))
-    codes = numbers["codes"].astype(np.int64) - tool.grid.low
+    arrays = weight.numbers(("codes", "scale", "zero_point"))
+    codes = arrays["codes"].astype(np.int64) - tool.grid.low
     tensors = {
         "weight_packed": torch.from_numpy(packed_in_int32(codes, tool.grid.bits)),
-        "weight_scale": torch.from_numpy(numbers["scale"]).to(layer.weight.dtype),
+        "weight_scale": torch.from_numpy(arrays["scale"]).to(layer.weight.dtype),
         "weight_shape": torch.tensor(layer.weight.shape),
     }
     if not tool.grid.symmetric:
         # The layout packs zero points along the outputs.
-        zeros = numbers["zero_point"].astype(np.int64).T - tool.grid.low
+        zeros = arrays["zero_point"].astype(np.int64).T - tool.grid.low
         tensors["weight_zero_point"] = torch.from_numpy(packed_in_int32(zeros, tool.grid.bits).T.copy())
     return tensors
 
 
 def _write_checkpoint(folder: Path, state: dict[str, Tensor], config: str) -> None:
-    """Write tensors and configuration into a folder; an error leaves an existing model file unchanged."""
+    """Write tensors and configuration into a new or existing folder; an error leaves the old model file."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     with naming(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    with replacing(folder / _TENSORS) as part:
+    with replacing(folder / _TENSORS) as part_path:
         try:
-            save_file(state, part, {"format": "pt"})
+            save_file(state, part_path, {"format": "pt"})
         except SafetensorError as error:
             raise OSError(str(error)) from error
     write_file(folder / _CONFIG, config)

@@ -63,7 +63,7 @@ class GPTQTool(IntegerTool, CalibratedTool):
     ) -> None:
         super().__init__(bits, group_size, symmetric, **selected)
         self._damping, self._block, self._act_order = damping, block, act_order
-        self._batch_run: _BatchRun | None = None
+        self._batch_run: _BatchRun | None = None  # of `calibrate_in_order`; None outside of it
 
     @checked(error=QuantizeError)
     def calibrate_in_order(self, run: Callable[[], object], progress: bool = True) -> None:
@@ -114,7 +114,7 @@ class GPTQTool(IntegerTool, CalibratedTool):
         self.calibration = f"in {calls} runs, each weight by inputs from weights quantised before"
 
     def _quantise_after_run(self, weights: Sequence[CalibratedWeight]) -> bool:
-        """Quantise weights by the inputs of a run; return False if all were skipped."""
+        """Quantise weights by the inputs of a run, and release these; return False if all were skipped."""
         for weight in weights:
             self.finish_calibration(weight)
             # The gram of a finished weight is released before the next run gathers.
@@ -122,11 +122,14 @@ class GPTQTool(IntegerTool, CalibratedTool):
         return not all(weight.is_skipped for weight in weights)
 
     def calibrates_with(self, weight: CalibratedWeight, rows: Tensor) -> bool:
-        """Return True if inputs (n, K) of a weight count: in `calibrating`, or in this weight's run."""
+        """Return True if inputs (n, K) of a weight count: in `calibrating`, or in this weight's run.
+
+        In `calibrate_in_order` adds the weight to the run or to those that wait.
+        """
         return self._batch_run is None or self._batch_run.admit(weight, rows)
 
     def solve(self, weight: CalibratedWeight, matrix: Tensor, input_sums: InputSums) -> None:
-        """Choose the integers of a weight."""
+        """Choose the integers of a weight; raise QuantizeError for a Hessian without a Cholesky factor."""
         import torch
 
         assert input_sums.gram is not None
@@ -152,7 +155,7 @@ class _BatchRun:
     def __init__(self) -> None:
         self.weights: list[CalibratedWeight] = []
         self.waiting: set[CalibratedWeight] = set()
-        self._rows: Tensor | None = None
+        self._rows: Tensor | None = None  # inputs of the first weight; None before its first batch
 
     def admit(self, weight: CalibratedWeight, rows: Tensor) -> bool:
         """Add a weight to this run or to those that wait, by its inputs (n, K); return True for this run."""
@@ -197,6 +200,9 @@ def gptq(
         act_order: True to round columns by decreasing diagonal of the Hessian, as `act_order` with
             `static_groups` of the authors' code does: the scales of all groups are those of the matrix before
             any column is rounded.
+
+    Raises:
+        torch.linalg.LinAlgError: If the damped Hessian has no Cholesky factor.
     """
     import torch
 
@@ -242,7 +248,7 @@ def gptq(
 
 
 def _inverse_factor(hessian: Tensor, damping: float) -> Any:
-    """Return the upper Cholesky factor of the inverse of a damped Hessian."""
+    """Return the upper Cholesky factor of the inverse of a damped Hessian; 0 on the diagonal counts as 1."""
     import torch
 
     hessian = hessian.clone()

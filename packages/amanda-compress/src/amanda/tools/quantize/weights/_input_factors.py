@@ -69,7 +69,7 @@ class AWQTool(IntegerTool, FoldingTool):
         self._steps, self._clip = steps, clip
 
     def on_weight(self, weight: CalibratedWeight) -> str | None:
-        """Create the state for the integers of a weight and the scales of its inputs."""
+        """Create the state for a weight's integers and its inputs' scales; return a reason to skip it."""
         reason = super().on_weight(weight)
         if reason is None:
             # By input and place in the window: AWQ scales columns of the matrix.
@@ -80,13 +80,15 @@ class AWQTool(IntegerTool, FoldingTool):
         """Choose the scales of the inputs of a weight, and its integers."""
         super().solve(weight, matrix, input_sums)
         scales, size = weight.like(weight["smoothing"], matrix), self.group_size_of(weight)
-        scaled = matrix * scales
+        scaled_matrix = matrix * scales
         if self._clip:
             assert input_sums.gram is not None
             # The inputs are divided by the scales, and so are their products twice.
             gram = input_sums.gram / input_sums.count / (scales * scales[:, None])
-            scaled = awq_clipped(scaled, gram, partial(self._round_to_integers, size=size), size)
-        self.store_codes(weight, matrix, quantized(scaled, self.grid, size))
+            scaled_matrix = awq_clipped(
+                scaled_matrix, gram, partial(self._round_to_integers, size=size), size
+            )
+        self.store_codes(weight, matrix, quantized(scaled_matrix, self.grid, size))
 
     def compute_factors(
         self, calibrated: Sequence[tuple[CalibratedWeight, Tensor, InputSums]], slots: NDArray[Any] | None
@@ -99,16 +101,19 @@ class AWQTool(IntegerTool, FoldingTool):
         count = sum(weight_sums.count for weight_sums in input_sums)
         magnitudes = sum(weight_sums.magnitudes for weight_sums in input_sums) / count
         gram = sum(weight_sums.gram for weight_sums in input_sums) / count
-        rounded = partial(self._round_to_integers, size=self.group_size_of(weights[0]))
+        round_matrix = partial(self._round_to_integers, size=self.group_size_of(weights[0]))
         return awq_scales(
-            torch.cat(matrices), reduce_by_slot(magnitudes, slots, "mean"), gram, rounded, self._steps
+            torch.cat(matrices), reduce_by_slot(magnitudes, slots, "mean"), gram, round_matrix, self._steps
         )
 
     def on_folded(
         self, weight: CalibratedWeight, value: Tensor, scales: Sequence[tuple[int, Tensor]],
         inputs_are_folded: bool,
     ) -> None:  # fmt: skip
-        """Multiply the scales of integers by the multipliers of outputs; store sums of the new value."""
+        """Multiply the scales of integers by the multipliers of outputs; store sums of the new value.
+
+        Folded scales of inputs become 1, as in `FoldingTool.on_folded`.
+        """
         super().on_folded(weight, value, scales, inputs_are_folded)
         for axis, scale in scales:
             if weight.layout is not None and weight.layout[axis] == "O":
@@ -128,10 +133,10 @@ class AWQTool(IntegerTool, FoldingTool):
         self.check_model(model)
         with amanda.disabled(), ParameterStore.undone_on_error() as undo:
             # Before the weights are written: dequantised weights are then divided by factors that are 1.
-            folded = self.write_factors(model, undo)
+            fold_result = self.write_factors(model, undo)
             result = super().finalize(model)
-        texts = (f"{name} holds the scales of its inputs: {why}" for name, why in folded.left.items())
-        result.remarks = [*result.remarks, *as_remarks(texts)]
+        remarks = (f"{name} holds the scales of its inputs: {why}" for name, why in fold_result.left.items())
+        result.remarks = [*result.remarks, *as_remarks(remarks)]
         return result
 
     def _round_to_integers(self, matrix: Tensor, size: int) -> Tensor:
@@ -208,10 +213,11 @@ def awq_clipped(
     best_groups, least_loss = groups, torch.full_like(most, torch.inf)
     for step in range(steps // 2):
         limit = most * (1 - step / steps)
-        clipped = groups.clamp(-limit, limit)
-        error = (rounded(clipped.reshape(matrix.shape)).reshape(groups.shape) - groups).to(grams.dtype)
+        clipped_groups = groups.clamp(-limit, limit)
+        error = (rounded(clipped_groups.reshape(matrix.shape)).reshape(groups.shape) - groups).to(grams.dtype)
         loss = (torch.einsum("ogi,gij->ogj", error, grams) * error).sum(-1, keepdim=True)
-        best_groups, least_loss = clipped.where(loss < least_loss, best_groups), loss.minimum(least_loss)
+        best_groups = clipped_groups.where(loss < least_loss, best_groups)
+        least_loss = loss.minimum(least_loss)
     return best_groups.reshape(matrix.shape)
 
 
@@ -247,7 +253,7 @@ class SmoothQuantTool(FoldingTool):
         self._alpha = alpha
 
     def on_weight(self, weight: CalibratedWeight) -> str | None:
-        """Create the state for the factor of each input channel."""
+        """Create the state for the factor of each input channel; return a reason if axes are not known."""
         if weight.layout is None:
             return "which of its axes are inputs is not known"
         weight.keep("smoothing", np.ones(weight.canonical_shape[1], "float32"))
@@ -268,10 +274,10 @@ class SmoothQuantTool(FoldingTool):
         weight_maxima = [
             matrix.abs().reshape(len(matrix), channels, -1).amax((0, 2)) for _, matrix, _ in calibrated
         ]
-        input_most = reduce_by_slot(torch.stack(input_maxima).amax(0), slots, "amax")
-        weight_most = reduce_by_slot(torch.stack(weight_maxima).amax(0), slots, "amax")
+        input_maxima_by_slot = reduce_by_slot(torch.stack(input_maxima).amax(0), slots, "amax")
+        weight_maxima_by_slot = reduce_by_slot(torch.stack(weight_maxima).amax(0), slots, "amax")
         # `smoothing` takes a weight: one with a single output has the maxima themselves.
-        return smoothing(input_most, weight_most[None], self._alpha)
+        return smoothing(input_maxima_by_slot, weight_maxima_by_slot[None], self._alpha)
 
     def transform(self, value: Any, smoothing: Any) -> Any:
         """Return a weight (outputs, channels, ...) times the factors."""
@@ -290,7 +296,8 @@ class SmoothQuantTool(FoldingTool):
     def _divide(self, x: Tensor, value: Tensor, axis: int, find_weight: Any, run: dict[str, Any]) -> Any:
         """Return the input divided by the factors of its channels, and the unchanged weight.
 
-        Returns None, for no change, before the factors are computed.
+        Returns None, for no change, before the factors are computed.  Raises QuantizeError for a value that
+        is read in another form than elsewhere.
         """
         weight = find_weight(value, ParameterSlice.of_execution(run))
         # Without a weight the input could not be divided, while another op's weight is multiplied.

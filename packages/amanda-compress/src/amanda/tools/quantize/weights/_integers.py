@@ -121,7 +121,7 @@ class IntegerTool(WeightTool[CalibratedWeight]):
         self.group_size = group_size
         self.other_readers: dict[Hashable, str] = {}
         """By parameter: an op that reads the parameter other than as the whole weight of a linear layer."""
-        self._storages: dict[int, Hashable] = {}
+        self._storages: dict[int, Hashable] = {}  # identities of parameters by their storages
         self.add_inst_for_op(self._record_other_readers)
 
     @property
@@ -130,13 +130,16 @@ class IntegerTool(WeightTool[CalibratedWeight]):
         return QuantizedWeights(self)
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Load state that `state_dict` returned, also in another process."""
+        """Load state that `state_dict` returned, also in another process; forget `other_readers`."""
         super().load_state_dict(state, strict)
         self.other_readers.clear()
         self._storages.clear()
 
     def _record_other_readers(self, context: amanda.OpContext) -> None:
-        """Record in `other_readers` an op that reads a parameter, unless as the weight of a linear layer."""
+        """Record in `other_readers` the first op that reads a parameter, unless as a linear layer's weight.
+
+        Ops that return their input are left out.
+        """
         if context["phase"] != "forward" or context.is_static() or not context.namespace.matches("pytorch"):
             return
         kind, place = context["type"], context.get_scope() or context.get_source()
@@ -181,7 +184,10 @@ class IntegerTool(WeightTool[CalibratedWeight]):
         return self.group_size or int(np.prod(weight.canonical_shape[1:]))
 
     def on_weight(self, weight: CalibratedWeight) -> str | None:
-        """Create the state for the integers of a weight; return a reason if groups do not fit."""
+        """Create the state for the integers of a weight; return a reason if groups do not fit.
+
+        Raises QuantizeError for loaded integers of another grid.
+        """
         if weight.layout is None:
             return "which of its axes are inputs is not known"
         outputs, *input_extents = weight.canonical_shape

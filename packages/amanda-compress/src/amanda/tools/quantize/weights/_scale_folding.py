@@ -95,7 +95,7 @@ class FoldingTool(CalibratedTool):
         can take factors if products alone read what it makes: also through ReLU, pooling, a product of two
         tensors, and attention, of which it makes the values.  A cache of values that the model returns in an
         object of its own holds divided ones.
-        The model is in evaluation mode meanwhile, and as it was afterwards.  Returns the model's result:
+        The model runs three times, in evaluation mode, and is afterwards as it was.  Returns its result:
         after `load_state_dict`, with the state that was loaded.
         Raises QuantizeError for what is not a torch.nn.Module, and where factors would change the results.
         """
@@ -108,7 +108,9 @@ class FoldingTool(CalibratedTool):
         self._set_folds(model, example, named)
 
     def _set_folds(self, model: Any, example: Sequence[Any], named: Mapping[str, Any]) -> Any:
-        """Set the folds and the reasons for other weights, after a trial; return the model's result.
+        """Set the folds and the reasons for other weights; return the model's result.
+
+        The model runs plain, followed by rules, and as a trial with factors.
 
         Raises QuantizeError as `prepare` does.
         """
@@ -121,12 +123,12 @@ class FoldingTool(CalibratedTool):
             raise QuantizeError(
                 f"{type(self).__name__}.prepare was given a {type(model).__name__}; give a torch.nn.Module"
             )
-        subject, tracing = TorchModel(model), FactorTracing(model)
+        torch_model, tracing = TorchModel(model), FactorTracing(model)
         # Outside of all tools, as the reference for the trial.
-        with subject.evaluating(), amanda.disabled():
+        with torch_model.evaluating(), amanda.disabled():
             result = model(*example, **named)
-            expected_arrays = list(subject.float_arrays(result))
-        with subject.evaluating():
+            expected_arrays = list(torch_model.float_arrays(result))
+        with torch_model.evaluating():
             tracing.follow(example, named)
         identity_by_name = {  # of parameters; tied ones have several names
             f"{path}.{name}" if path else name: self.identity_of(parameter, module)
@@ -135,8 +137,8 @@ class FoldingTool(CalibratedTool):
         }
         # Ops do not show every reader of a tensor, such as `tolist`: the trial run shows if results change.
         folds, reason_by_unfolded = find_folds(tracing, identity_by_name)
-        with subject.evaluating(), amanda.disabled(), _with_trial_factors(model, folds):
-            trial_arrays = list(subject.float_arrays(model(*example, **named)))
+        with torch_model.evaluating(), amanda.disabled(), _with_trial_factors(model, folds):
+            trial_arrays = list(torch_model.float_arrays(model(*example, **named)))
         _check_trial(model, expected_arrays, trial_arrays)
         self._fold_by_weight = {reader: fold for fold in folds for reader, _ in fold.readers}
         self._reason_by_unfolded = reason_by_unfolded
@@ -144,7 +146,7 @@ class FoldingTool(CalibratedTool):
 
     @deprecated(use="finalize", since="amanda-compress 0.2", gone="0.4")
     def fold(self, model: nn.Module) -> FoldResult:
-        """Write the factors into the parameters of a model.  Deprecated: use `finalize`."""
+        """Write the factors into the parameters of a model, after `prepare`.  Deprecated: use `finalize`."""
         if self._fold_by_weight is None:
             raise QuantizeError(
                 f"call prepare(model, example) of this {type(self).__name__} before its calibration: it "
@@ -169,7 +171,10 @@ class FoldingTool(CalibratedTool):
     def _write_folds(
         self, model: nn.Module, folds: Mapping[int, Fold], undo: list[Callable[[], Any]]
     ) -> FoldResult:
-        """Scale all parameters of the folds that can be written; return the result."""
+        """Scale all parameters of folds that can be written, and update the state of their weights.
+
+        Raises QuantizeError for a model without a calibrated weight.
+        """
         parameter_by_identity = {
             parameter.identity: parameter for parameter in parameter_store("torch").parameters(model)
         }
@@ -242,7 +247,10 @@ class FoldingTool(CalibratedTool):
             weight["smoothing"] = 1
 
     def solve(self, weight: CalibratedWeight, matrix: Tensor, input_sums: InputSums) -> None:
-        """Compute and store the factors of a weight; those of a fold are computed at its first weight."""
+        """Compute and store the factors of a weight; those of a fold are computed at its first weight.
+
+        Raises QuantizeError for NaN and infinity in the inputs of any weight of the fold.
+        """
         fold = self._fold_of(weight)
         if fold is None:
             weight["smoothing"] = self.compute_factors([(weight, matrix, input_sums)], None)
@@ -318,9 +326,9 @@ def reduce_by_slot(values: Tensor, slots: NDArray[Any] | None, reduction: str) -
         return values
     slot_of_channel = torch.as_tensor(slots, device=values.device)
     # Channels of one slot get the same factor, such as heads that share a value in grouped-query attention.
-    by_slot = values.new_zeros(int(slots.max()) + 1)
-    by_slot = by_slot.scatter_reduce(0, slot_of_channel, values, reduction, include_self=False)
-    return by_slot[slot_of_channel]
+    value_by_slot = values.new_zeros(int(slots.max()) + 1)
+    value_by_slot = value_by_slot.scatter_reduce(0, slot_of_channel, values, reduction, include_self=False)
+    return value_by_slot[slot_of_channel]
 
 
 def _check_trial(
@@ -342,7 +350,7 @@ def _check_trial(
 
 @contextmanager
 def _with_trial_factors(model: Any, folds: Sequence[Fold]) -> Iterator[None]:
-    """Return a context with trial factors in the parameters: powers of two, which round nothing."""
+    """Return a context with trial factors in the parameters: powers of two; its end restores parameters."""
     import torch
 
     parameter_by_identity = {
@@ -376,7 +384,7 @@ def _scale_axes(value: Tensor, scales: Sequence[tuple[int, Tensor]]) -> Tensor:
 
 
 def _state_restorer(weight: CalibratedWeight) -> Callable[[], None]:
-    """Return a function that restores the present state of a weight."""
+    """Return a function that restores the present state of a weight: factors, scales and sums."""
     state = {
         name: weight[name].clone() for name in ("smoothing", "scale", "sums") if weight.get(name) is not None
     }

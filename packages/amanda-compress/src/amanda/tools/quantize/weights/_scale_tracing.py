@@ -62,6 +62,8 @@ def _families_without_factors(call: FollowedOp, output: Any, reason: str) -> Fam
 def _match_input(call: FollowedOp, value: Any, axis: int, weight_inputs: Family | None) -> None:
     """Match the channels of a product's input with those of its weight; without either, leave the other.
 
+    Labels of the input along other axes are left.
+
     axis: of the input's channels.  weight_inputs: labels of the weight's inputs, None for a weight without.
     """
     families = call.families_of(value)
@@ -103,7 +105,10 @@ def layer(call: FollowedOp) -> Sequence[Families]:
 
 
 def product(call: FollowedOp) -> Sequence[Families]:
-    """Pass factors on to a parameter on the right; else pass on those of the right factor's columns."""
+    """Pass factors on to a parameter on the right; else pass on those of the right factor's columns.
+
+    Otherwise they stop at a bias and at vectors.
+    """
     roles = MATRIX_PRODUCTS[call.type]
     value, weight = (call.inputs[position] for position in roles.factors)
     summands = [] if roles.bias is None else [call.inputs[roles.bias]]
@@ -156,7 +161,10 @@ def _pass_columns(call: FollowedOp, families: Families, other_tensors: Iterable[
 
 
 def normalization(call: FollowedOp) -> Sequence[Families]:
-    """Leave the input of a normalisation, and match its outputs with its weight and bias."""
+    """Leave the input of a normalisation, and match its outputs with its weight and bias.
+
+    Without a weight for each channel the outputs have no factors, for a reason.
+    """
     call.labels.leave_whole(call.families_of(call.inputs[0]), _reads_too(call))
     weight, output = call.value("weight"), call.outputs[0]
     if weight is None or weight.ndim != 1 or not varies(call.families_of(weight)):
@@ -174,7 +182,7 @@ def normalization(call: FollowedOp) -> Sequence[Families]:
 def scaling(call: FollowedOp) -> Sequence[Families]:
     """Pass on the factors of one tensor of a quotient or product: a parameter's, else the last one's.
 
-    Factors stop at a divisor.
+    The other tensor is left.  Factors stop at a divisor.
     """
     tensors = [value for value in call.inputs[:2] if hasattr(value, "shape")]
     candidates = tensors[:1] if call.type == "div" else tensors
@@ -212,7 +220,7 @@ def addition(call: FollowedOp) -> Sequence[Families]:
 
 
 def mean_or_sum(call: FollowedOp) -> Sequence[Families]:
-    """Pass factors on along axes over which the op computes no mean or sum."""
+    """Pass factors on along axes over which the op computes no mean or sum; else, and at integers, stop."""
     # A mean is linear, and a factor of each channel passes through it if channels are not an axis of it.
     value, output, dim = call.inputs[0], call.outputs[0], call.value("dim")
     if dim is None or dim == []:
@@ -407,8 +415,8 @@ def _reading_and_producing_axes(
         for family in families:
             # A family of a parameter varies along one axis.
             axis, channels = int(np.argmax(family.shape)), family.reshape(-1)
-            axes = readers if int(channels[0]) in multiplied_labels else producers
-            axes[identity_by_name[name], axis] = tracing.notes.labels.roots(channels)
+            roots_by_axis = readers if int(channels[0]) in multiplied_labels else producers
+            roots_by_axis[identity_by_name[name], axis] = tracing.notes.labels.roots(channels)
     return readers, producers
 
 
