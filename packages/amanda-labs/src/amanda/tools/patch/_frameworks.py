@@ -62,7 +62,7 @@ def point_rules() -> MappingTool:
 
 
 def copied(tensor: Any) -> Any:
-    """Return a copy that later writes into a tensor do not change, in autodiff; immutable ones as they are."""
+    """Return a copy that later writes into a tensor do not change, in autodiff; an immutable one itself."""
     # `clone` of PyTorch has a gradient; an array of NumPy has `copy`.
     if hasattr(tensor, "clone"):
         return tensor.clone()
