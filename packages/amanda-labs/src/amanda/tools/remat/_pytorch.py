@@ -160,7 +160,7 @@ class TorchRuntime:
         return self.view(memory, Geometry(self.torch.uint8, (memory.nbytes(),), (1,), 0))
 
     def refill(self, handle: Handle, memory: Any) -> None:
-        """Set a handle's tensor again, in a storage."""
+        """Set a handle's tensor again, in a storage, and its version."""
         handle.tensor = self.view(memory, handle.geometry)
         handle.version = handle.tensor._version
 
@@ -199,7 +199,10 @@ class TorchRuntime:
         return state
 
     def saved_tensors_context(self, pack: Any, unpack: Any) -> AbstractContextManager[Any]:
-        """Return a context in which autograd saves the results of `pack`, unless the user has hooks."""
+        """Return a context in which autograd saves the results of `pack`.
+
+        Without effect if the user has hooks, or has disabled them.
+        """
         autograd = self.torch._C._autograd
         enabled = autograd._saved_tensors_hooks_is_enabled()
         # The innermost hooks alone are called: ours would hide the program's.
@@ -211,7 +214,7 @@ class TorchRuntime:
     def replay(
         self, compute: Compute, inputs: Sequence[Any], settings: Settings
     ) -> tuple[list[Any], list[Any]]:
-        """Run an op again under the settings of its first run; return results and tensors autograd saves.
+        """Run an op again under the settings of its first run; return results and saved tensors, detached.
 
         The program's modes and hooks do not see the run.
         """
@@ -245,7 +248,7 @@ class TorchRuntime:
             yield
 
     def _run_and_collect_saved(self, compute: Compute, inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Run an op; return its results, and the tensors that autograd saves, in order."""
+        """Run an op; return its results, and the tensors that autograd saves, detached, in order."""
         saved: list[Any] = []
         hooks = self.torch.autograd.graph.saved_tensors_hooks
         with hooks(lambda tensor: saved.append(tensor.detach()), lambda packed: packed):
@@ -274,7 +277,7 @@ class TorchRuntime:
         return sizes[0] if sizes else None
 
     def _bytes_made(self, compute: Compute, inputs: Sequence[Any]) -> int:
-        """Return the bytes of the storages that a run of an op adds to those of its inputs."""
+        """Run an op; return the bytes of the storages that it adds to those of its inputs."""
         results, saved = self._run_and_collect_saved(compute, inputs)
         storages_made = {
             tensor.untyped_storage()._cdata: tensor for tensor in (*saved, *self.tensors(results))
