@@ -245,7 +245,7 @@ class RematStore:
         written.memory = None
 
     def restore(self) -> None:
-        """Recompute all evicted storages, within no budget, set all handles' tensors, and forget all records."""
+        """Recompute all evicted storages, whatever the budget, set handles' tensors, and forget records."""
         with self._with_lock():
             for handle in list(self._handles):
                 if handle.tensor is None and handle.storage is not None:
