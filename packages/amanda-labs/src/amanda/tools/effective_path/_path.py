@@ -95,7 +95,8 @@ class Layer:
         """Return a mask, True for the neurons or weights on the path.
 
         Args:
-            which: "neurons", of the output without its batch axis, or "weights", of the weight's shape.
+            which: "neurons", of the input without its batch axis, flat for several inputs, or "weights", of
+                the weight's shape.
         """
         shape = self.weight_shape if which == "weights" else self.shape
         mask = np.zeros(prod(shape), bool)
@@ -126,7 +127,10 @@ class EffectivePath:
         self.layers, self.label = dict(layers), label
 
     def __or__(self, other: EffectivePath) -> EffectivePath:
-        """Return the union by layer; a layer of one path alone stays as it is."""
+        """Return the union by layer; a layer of one path alone stays as it is, and a label that both have.
+
+        Raises PathError if the sizes of a layer differ.
+        """
         if not isinstance(other, EffectivePath):
             return NotImplemented
         layers = {
@@ -251,10 +255,10 @@ def union(paths: Iterable[EffectivePath]) -> EffectivePath:
     """Return the union of paths, such as the path of a class from those of its images.
 
     Args:
-        paths: Paths of one model; the result has no label.
+        paths: Paths of one model; the result has their label if all have the same.
 
     Raises:
-        PathError: If there are no paths.
+        PathError: If there are no paths, or if they are of different models or shapes.
     """
     all_paths = list(paths)
     if not all_paths:

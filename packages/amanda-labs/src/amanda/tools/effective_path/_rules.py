@@ -276,8 +276,7 @@ def einsum(step: Step, elements: Indices, output: int) -> Terms:
 
 
 def attention(step: Step, elements: Indices, output: int) -> Terms:
-    """Return the terms of softmax(q k^T) v: values, weighted by the softmax.
-
+    """Return the terms of softmax(q k^T) v: values, weighted by the softmax; query and key are on no path.
     Raises NotImplementedError where several heads of the query share one of the values.
     """
     query, key, value = (np.asarray(tensor, np.float64) for tensor in step.inputs[:3])
@@ -418,7 +417,10 @@ def reshape(step: Step, elements: Indices, output: int) -> Terms:
 
 
 def rearrangement(step: Step, elements: Indices, output: int) -> Terms:
-    """Return the origin of each element that an op moves, by its `move` of flat indices; -1 for padding."""
+    """Return the origin of each element that an op moves, by its `move` of flat indices; -1 for padding.
+
+    A move may raise NotImplementedError.
+    """
     data = step.tensor(step.data)
     moved_indices = step.arguments["move"](np.arange(data.size).reshape(data.shape))
     # A list has an array for each output of the op.

@@ -162,7 +162,8 @@ class EffectivePathTool(amanda.Tool):
             labels: The class to explain for each sample; by default the one with the largest output.
 
         Raises:
-            PathError: If no pass has made (samples, classes), or no path leads back from there.
+            PathError: If no pass has made (samples, classes), if no path leads back from there, and for
+                labels that are not one class for each sample.
         """
         graph = self._trace.graph
         steps = self._executed_steps(graph)
