@@ -223,8 +223,9 @@ def _read_stage_starts(last_start: NDArray[np.int64]) -> Iterator[int]:
 def min_cut(work: StepWork, request: CutRequest) -> Stages:
     """Cut into two sides with few bytes between them, none slower than half by more than `tolerance`.
 
-    Raises PartitionError where no such sides are found.  Source: Yang & Wong 1996, "Efficient network flow
-    based min-cut balanced partitioning".
+    Returns 0 or 1 for each op, and makes two sides whatever `stages` says.  Raises PartitionError where no
+    such sides are found.  Source: Yang & Wong 1996, "Efficient network flow based min-cut balanced
+    partitioning".
     """
     candidates: list[tuple[float, list[int]]] = []  # bytes between the sides, positions of the first side
     for order in _topological_orders(work):
@@ -416,6 +417,7 @@ class Plan:
 
         Raises:
             PartitionError: For another file.
+            FileError: Where the file cannot be read.
         """
         return read_json(path, "file that partition saved, partition.json", cls._from_json, PartitionError)
 
@@ -445,6 +447,7 @@ class Plan:
     ) -> Pipeline:
         """Return the model of PyTorch, cut into the stages of this plan.
 
+        The model is exported, for which its ops run once; no tool sees them.
         Args:
             model: The model whose trace was cut.
             mb_args: An example of the model's inputs, of the size of one micro-batch.

@@ -80,7 +80,10 @@ def send(connection: Connection[Any, Any], header: Mapping[str, Any], tensors: P
 
 
 def receive(connection: Connection[Any, Any]) -> tuple[dict[str, Any], PackedTensors]:
-    """Wait for a message of `send`, and return it; raise ProtectError if it has not the declared length."""
+    """Wait for a message of `send`, and return it; raise ProtectError if it has not the declared length.
+
+    Raises EOFError once the other side has hung up.
+    """
     message = connection.recv_bytes()
     header_end = 4 + int.from_bytes(message[:4], "little")
     header = json.loads(message[4:header_end])
@@ -169,7 +172,7 @@ class ProcessLink:
         return answer, results, sent + sum(tensor_header.size for tensor_header, _ in results)
 
     def close(self) -> None:
-        """End the process."""
+        """Hang up, by which the process ends; kill it if it has not ended after 10 seconds."""
         self._connection.close()
         self._wait_or_kill(10.0)
 
@@ -227,7 +230,7 @@ def unpack_tensor(header: TensorHeader, content: RawBytes) -> Any:
 
 
 def serve(settings: Mapping[str, Any]) -> None:
-    """Answer the messages of the one program that knows the key, until it hangs up.
+    """Answer the messages of the one program that knows the key, until it hangs up; ignore Ctrl-C.
 
     settings: threads of torch, address to listen at, and the key, as ProcessLink writes them.
     """
@@ -288,7 +291,7 @@ class Enclave:
         self._torch = torch
         self._parameters: dict[str, Any] = {}
         self._executions: dict[int, _Execution] = {}
-        self._pass_gradients: dict[int, dict[str, Any]] = {}
+        self._pass_gradients: dict[int, dict[str, Any]] = {}  # by backward pass, then by parameter
         self._optimizers: dict[int, Any] = {}
 
     def hold(self, tensors: PackedTensors, path: str, trained: bool) -> tuple[Any, Any]:
@@ -309,6 +312,7 @@ class Enclave:
 
         If an output is not a tensor, the answer names the type of the first such output, and has no tensors.
         It has none either for an op in place that gives back a parameter.
+        random: the last tensor is the state of the generator to draw from, and so is that of the answer.
         trained: for each tensor, True if it needs a gradient.  dropped_executions, failed_passes: to forget.
         """
         torch = self._torch
@@ -370,6 +374,7 @@ class Enclave:
     ) -> tuple[Any, Any]:
         """Return the gradients of an op's arguments; keep those of parameters until the pass ends.
 
+        The answer also lists the parameters that have gradients in this pass so far.
         tensors: gradients of the op's outputs at the positions in `outputs`.
         """
         # By pass: a gradient becomes the parameter's only if the whole pass succeeds.
@@ -418,6 +423,7 @@ class Enclave:
         """Step the optimizer of this number and name, which the first step constructs, on its parameters.
 
         groups: for each parameter group, `paths`, whether each has a gradient in the program, and `options`.
+        Gradients that the program has not are dropped first.
         Raises ProtectError if a group has not as many parameters as at the first step.
         """
         if optimizer not in self._optimizers:

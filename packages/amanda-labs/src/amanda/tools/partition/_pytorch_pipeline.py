@@ -32,8 +32,8 @@ _REQUIRED = RequiredNames(
 class Pipeline:
     """A model in stages, each for a process of a group; `pipe` is its `torch.distributed.pipelining.Pipe`.
 
-    `stage` returns the stage of this process, `schedule` its training schedule, and `write_back` copies
-    trained values into the model.
+    The constructor exports the model, for which its ops run once.  `stage` returns the stage of this process,
+    `schedule` its training schedule, and `write_back` copies trained values into the model.
 
     Args:
         plan: The cut, by the ops of a trace.
@@ -97,14 +97,16 @@ class Pipeline:
         for stage, tensors in enumerate(self._stage_tensors):
             planned_paths = [path for path, stages in self.plan.parameters.items() if stage in stages]
             # A path that the model lacks stays, and shows the difference.
-            planned = {name for path in planned_paths if (name := first_path.get(path, path)) is not None}
-            exported = {name for path in tensors if (name := first_path.get(path)) is not None}
-            if planned != exported:
+            planned_names = {
+                name for path in planned_paths if (name := first_path.get(path, path)) is not None
+            }
+            stage_names = {name for path in tensors if (name := first_path.get(path)) is not None}
+            if planned_names != stage_names:
                 raise PartitionError(
                     f"stage {stage} of the plan and of the exported model read other parameters: "
-                    f"{sorted(planned - exported)[:3]} are the plan's alone, "
-                    f"{sorted(exported - planned)[:3]} are the model's alone; trace the same model, in the "
-                    "same mode, with inputs of the same form"
+                    f"{sorted(planned_names - stage_names)[:3]} are the plan's alone, "
+                    f"{sorted(stage_names - planned_names)[:3]} are the model's alone; trace the same model, "
+                    "in the same mode, with inputs of the same form"
                 )
 
     @property
@@ -125,6 +127,7 @@ class Pipeline:
     def stage(self, device: Any = "cpu", group: Any = None) -> Any:
         """Return the `PipelineStage` of this process, whose number is its rank in the group.
 
+        All processes of the group have to call this: they compare their plans.
         Args:
             device: Device of the stage.
             group: Group of `torch.distributed` with one process for each stage; None for all processes.
@@ -173,8 +176,8 @@ class Pipeline:
     ) -> Any:
         """Return the schedule of the plan for a stage, a `ScheduleGPipe` or `Schedule1F1B`.
 
-        Its `step` also adds up the gradients of parameters that several stages hold.
-
+        Its `step` also adds up the gradients of parameters that several stages hold.  With a loss, all
+        processes that hold these have to call this, which creates their groups.
         Args:
             stage: The result of `stage`.
             loss_fn: Function of the output and the target; None to compute no gradients.
@@ -214,6 +217,7 @@ class Pipeline:
     def write_back(self, stage: Any) -> None:
         """Write the values of all stages, as they are now, into the model of every process of the group.
 
+        All of these processes have to call this.
         Args:
             stage: The result of `stage`.
         """

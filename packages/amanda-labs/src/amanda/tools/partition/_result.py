@@ -92,7 +92,10 @@ class PartitionResult(PlottedResult):
 
     @cached_property
     def stage_of(self) -> Stages | None:
-        """Return the stage of each forward op of the graph, in their order; None where nothing ran."""
+        """Return the stage of each forward op of the graph, in their order; None where nothing ran.
+
+        The first read computes the cut; raises PartitionError if no cut meets the request.
+        """
         return cut(self.work, self.request) if self.work.ops else None
 
     @cached_property
@@ -148,7 +151,10 @@ class PartitionResult(PlottedResult):
 
     @cached_property
     def readers(self) -> Mapping[str, Sequence[int]]:
-        """Return the stages that read each parameter or buffer, by its path; {} if nothing was executed."""
+        """Return the stages that read each parameter or buffer, by its path; {} if nothing was executed.
+
+        One without a name is "tensor" and its index.
+        """
         stages_by_path: dict[str, Sequence[int]] = {}
         if self.stage_of is not None:
             for index, reader_positions in self.work.parameters.items():
@@ -400,10 +406,10 @@ class StageChain:
     ) -> None:
         from onnxruntime import InferenceSession
 
-        plan = Path(folder, "partition.json")
+        plan_path = Path(folder, "partition.json")
         self.outputs: list[str]
         files, self.outputs = read_json(
-            plan, "plan of files that amanda instrument wrote", _read_plan, ArtefactError
+            plan_path, "plan of files that amanda instrument wrote", _read_plan, ArtefactError
         )
         self.sessions = [InferenceSession(Path(folder, file), options, list(providers)) for file in files]
 

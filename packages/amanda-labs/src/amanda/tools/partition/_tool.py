@@ -135,7 +135,10 @@ class PartitionTool(amanda.Tool, Generic[ResultT]):
     a `PartsResult`.
 
     Raises:
-        OptionError: For invalid options; `result` raises PartitionError if no cut meets the options.
+        OptionError: For invalid options.
+        ToolError: For method="min_cut" with options of "order", and for a `protect` of another form.
+
+    `result` raises PartitionError when it is read, if no cut meets the options.
     """
 
     purpose = "change"
@@ -199,7 +202,7 @@ class PartitionTool(amanda.Tool, Generic[ResultT]):
     def result(self) -> ResultT:
         """Return the stages of what was executed so far, a step on the average, or what is protected.
 
-        Once files were written, those that they have.
+        Once files were written, the parts that they have.
         """
         return cast("ResultT", self._delegate.result if self._parts_result is None else self._parts_result)
 
@@ -209,8 +212,9 @@ class PartitionTool(amanda.Tool, Generic[ResultT]):
         """Write the parts of an ONNX file; called by `amanda.instrument`.
 
         Costs are those of the sessions of the model that ran in scopes of the tool, if there were some, else
-        FLOPs by the shapes in the file.  Raises ArtefactError for another kind of file, OptionError for
-        cost="time" without sessions, PartitionError and ProtectError for what cannot be cut so.
+        FLOPs by the shapes in the file.  Raises ArtefactError for another kind of file, or sessions of
+        another model; ToolError for cost="time" without sessions; PartitionError and ProtectError for what
+        cannot be cut so.
         """
         if source.suffix != ".onnx":
             raise ArtefactError(f"{source} is no ONNX file; partition writes the parts of ONNX files alone")
@@ -233,7 +237,7 @@ class PartitionTool(amanda.Tool, Generic[ResultT]):
             `result`, whose `model` is the model.
 
         Raises:
-            ProtectError: For a model without protected parameters.
+            ProtectError: For a model without protected parameters, and if the process has died.
             ToolError: Without `protect`, as stages are a plan that changes no parameter.
         """
         if not isinstance(self._delegate, ProtectTool):
@@ -379,7 +383,7 @@ class ProtectTool(amanda.Tool):
     def end(self) -> None:
         """Bring the parameters back into the program, and end the process, with its optimizers' state.
 
-        No effect if nothing is protected.
+        No effect if nothing is protected.  Raises ProtectError if the process has died.
         """
         protection, self._protection = self._protection, None
         if protection is not None:
