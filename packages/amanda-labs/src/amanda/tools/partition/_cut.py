@@ -84,7 +84,8 @@ def cut_in_order(work: StepWork, request: CutRequest) -> Stages:
     Source: Narayanan et al. 2019 (PipeDream), sec. 3.1; Zheng et al. 2022 (Alpa), sec. 5.
     """
     orders = [
-        _OrderedOps(work.reordered(order), request, np.array(order)) for order in _topological_orders(work)
+        _OrderedOps(work.reordered(positions), request, np.array(positions))
+        for positions in _topological_orders(work)
     ]
     # First the least load alone, then the fewest bytes among all cuts within the tolerance of it.
     least_load_by_order = [order.find_least_load() for order in orders]

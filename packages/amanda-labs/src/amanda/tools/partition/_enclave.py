@@ -107,7 +107,8 @@ def receive(connection: Connection[Any, Any]) -> tuple[dict[str, Any], PackedTen
 class ProcessLink:
     """The protected process, and the authenticated connection to it; one call at a time.
 
-    settings: sent to the process as it starts.  Raises ProtectError if the process does not start.
+    The constructor starts the process, and raises ProtectError if it does not start.
+    settings: sent to the process as it starts.
     """
 
     def __init__(self, settings: Mapping[str, Any]) -> None:

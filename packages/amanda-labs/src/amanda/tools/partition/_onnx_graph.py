@@ -54,15 +54,16 @@ class FileOp:
 
 
 class FileGraph:
-    """The outermost graph of a model: ops, constant nodes and values by name; external data stay in files.
+    """The outermost graph of a model in a file: ops, constant nodes and values by name.
 
+    Functions of the model are inlined; external data stay in their files.
     ops: nodes that depend on inputs of the model, or are random, in the order of the file.
     constants: the other nodes, by their outputs; each part that reads such an output has a copy of the node.
     inputs, declared: inputs of the model, and initializers that old files declare as inputs too.
     """
 
     def __init__(self, path: Path) -> None:
-        # Functions of the model are inlined: a cut may go through them.
+        # A cut may go through functions.
         self.proto: ModelProto = inlined(read_onnx(path, ArtefactError, data=False))
         graph = self.proto.graph
         self.initializers = {tensor.name: tensor for tensor in graph.initializer}

@@ -93,14 +93,16 @@ class Pipeline:
         # Compared by the first path of a parameter, as a tied one has several.
         first_path_by_id = {id(parameter): path for path, parameter in self._model.named_parameters()}
         # Buffers, which have None here, are not compared.
-        first_path = {path: first_path_by_id.get(id(value)) for path, value in _tensors_by_name(self._model)}
+        first_path_of = {
+            path: first_path_by_id.get(id(value)) for path, value in _tensors_by_name(self._model)
+        }
         for stage, tensors in enumerate(self._stage_tensors):
             planned_paths = [path for path, stages in self.plan.parameters.items() if stage in stages]
             # A path that the model lacks stays, and shows the difference.
             planned_names = {
-                name for path in planned_paths if (name := first_path.get(path, path)) is not None
+                name for path in planned_paths if (name := first_path_of.get(path, path)) is not None
             }
-            stage_names = {name for path in tensors if (name := first_path.get(path)) is not None}
+            stage_names = {name for path in tensors if (name := first_path_of.get(path)) is not None}
             if planned_names != stage_names:
                 raise PartitionError(
                     f"stage {stage} of the plan and of the exported model read other parameters: "
@@ -113,15 +115,15 @@ class Pipeline:
     def shared(self) -> Mapping[str, Mapping[int, str]]:
         """Return for each parameter that several stages hold, by path, its path in each of these stages."""
         model_tensors = dict(_tensors_by_name(self._model))
-        # Paths by stage, of each tensor by its id: a tied parameter has several paths in the model.
-        path_by_stage = defaultdict[int, dict[int, str]](dict)
+        # By id of the tensor: a tied parameter has several paths in the model.
+        paths_by_id = defaultdict[int, dict[int, str]](dict)
         for stage, tensors in enumerate(self._stage_tensors):
             for path in tensors:
                 if path in model_tensors:
-                    path_by_stage[id(model_tensors[path])][stage] = path
+                    paths_by_id[id(model_tensors[path])][stage] = path
         return {
-            path: path_by_stage[id(parameter)] for path, parameter in self._model.named_parameters()
-            if len(path_by_stage[id(parameter)]) > 1
+            path: paths_by_id[id(parameter)] for path, parameter in self._model.named_parameters()
+            if len(paths_by_id[id(parameter)]) > 1
         }  # fmt: skip
 
     def stage(self, device: Any = "cpu", group: Any = None) -> Any:

@@ -210,7 +210,10 @@ class MessageInputs:
         self.encoded = [self._encode(value) for value in values]
 
     def _encode(self, value: Any) -> Any:
-        """Return a value for JSON, and collect its tensors; `Enclave._decode_input` is the inverse."""
+        """Return a value for JSON, and collect its tensors; `Enclave._decode_input` is the inverse.
+
+        Raises ProtectError for a value that cannot be sent, and as `ParameterStandIn.check` does.
+        """
         import torch
 
         if isinstance(value, torch.Tensor):
@@ -323,6 +326,8 @@ def _autograd_function() -> Any:
     import torch
 
     class Protected(torch.autograd.Function):
+        """An op in the process, as autograd has it: the gradients of its arguments are computed there too."""
+
         @staticmethod
         def forward(
             ctx: Any, execution: ProtectedExecution, header: dict[str, Any], sent_count: int, *tensors: Any

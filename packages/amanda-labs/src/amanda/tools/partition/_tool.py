@@ -393,7 +393,8 @@ class ProtectTool(amanda.Tool):
     def _replace_op(self, context: amanda.OpContext) -> None:
         """Replace a selected op by its execution in the process; check that no other op reads a stand-in.
 
-        Backward ops, and views of tensors of the program, stay as they are.
+        Backward ops, and views of tensors of the program, stay as they are.  Raises ToolError for a selected
+        op of another framework.
         """
         if context["phase"] != "forward":
             return
