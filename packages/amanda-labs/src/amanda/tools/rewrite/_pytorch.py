@@ -336,6 +336,8 @@ def _torch_classes() -> _TorchClasses:
     _REQUIRED.check()
 
     class StandInTensor(torch.Tensor):
+        """Tensor without memory that stands for the output of a delayed op; a read computes the output."""
+
         # torch's functions treat a stand-in as a plain tensor, so that the ops within them are the same
         __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 

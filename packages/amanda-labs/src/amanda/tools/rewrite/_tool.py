@@ -239,7 +239,7 @@ class RewriteTool(amanda.Tool):
             site.fallbacks[OTHER_CONTROL_FLOW] += 1
 
     def _stop_replacing(self, site: MatchSite, execution: OpExecution) -> None:
-        """Stop replacing a match, since the output of an execution within it is read."""
+        """Stop replacing a match, since the output of an execution within it is read; choose matches anew."""
         site.broken = f"what {execution.node.type} makes is read by {execution.reader}"
         self._choose_matches()
 
