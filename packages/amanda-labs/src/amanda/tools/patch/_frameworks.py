@@ -178,6 +178,8 @@ def _paths(module: Any) -> list[str]:
 
 
 class _CurrentPoint(threading.local):
+    """The point whose identity op a thread is calling; None between such calls."""
+
     point: tuple[Side, int] | None = None
 
 

@@ -135,7 +135,7 @@ class PatchTool(amanda.Tool):
 
     @property
     def result(self) -> PatchResult:
-        """Return a table of the points so far."""
+        """Return a table of the points so far, whose counts go on, with remarks on unmatched patterns."""
         result = PatchResult(list(self._record_by_point.values()), f"Points: {self._edit}")
         result.remarks = [*self._remarks, *as_remarks(self.unmatched())]
         return result
