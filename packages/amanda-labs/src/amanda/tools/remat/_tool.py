@@ -76,7 +76,7 @@ class RematTool(amanda.Tool):
 
     @property
     def result(self) -> RematResult:
-        """Return the evictions, and the ops that ran again, so far."""
+        """Return the evictions, and the ops that ran again, so far; counts of listed ops go on."""
         totals = self._totals
         return RematResult(list(self._counts.values()), self._budget, totals.peak, totals.short)
 
