@@ -453,7 +453,7 @@ class MemorySnapshot(amanda.Tool):
         self.add_inst_for_op(self._instrument)
 
     def clear(self) -> None:
-        """Drop all copies."""
+        """Drop all copies, and forget which memory the program allocated."""
         self._restorers: dict[Any, Callable[[], None]] = {}  # by the key of the saved memory
         self._new_memory: set[Any] = set()  # keys of what the program allocated
 
