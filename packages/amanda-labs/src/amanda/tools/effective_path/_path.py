@@ -167,9 +167,10 @@ class EffectivePath:
             which: "synapses", "neurons" or "weights".
         """
         # Layers are matched by name: a layer that the other path lacks has nothing in common.
-        common = self._count_common(other, which)
+        common_counts = self._count_common(other, which)
         return {
-            name: _overlap_share(common[name], len(layer.part(which))) for name, layer in self.layers.items()
+            name: _overlap_share(common_counts[name], len(layer.part(which)))
+            for name, layer in self.layers.items()
         }
 
     def overlap(self, other: EffectivePath, which: Part = "synapses") -> float:
@@ -188,8 +189,8 @@ class EffectivePath:
             other: A path of the same model.
             which: "synapses", "neurons" or "weights".
         """
-        common = sum(self._count_common(other, which).values())
-        return _overlap_share(common, self.count(which) + other.count(which) - common)
+        common_count = sum(self._count_common(other, which).values())
+        return _overlap_share(common_count, self.count(which) + other.count(which) - common_count)
 
     def _count_common(self, other_path: EffectivePath, part: Part) -> dict[str, int]:
         """Return by layer the number of elements that both paths have; 0 for a layer that the other lacks."""
