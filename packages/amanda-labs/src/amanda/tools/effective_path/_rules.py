@@ -277,6 +277,7 @@ def einsum(step: Step, elements: Indices, output: int) -> Terms:
 
 def attention(step: Step, elements: Indices, output: int) -> Terms:
     """Return the terms of softmax(q k^T) v: values, weighted by the softmax; query and key are on no path.
+
     Raises NotImplementedError where several heads of the query share one of the values.
     """
     query, key, value = (np.asarray(tensor, np.float64) for tensor in step.inputs[:3])

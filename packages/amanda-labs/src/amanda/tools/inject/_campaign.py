@@ -140,7 +140,7 @@ class Campaign:
 
         Raises:
             InjectError: For a program whose output varies, that executes other ops in another process, or
-                without a tensor for the fault, and for a `compare` that raises or returns another outcome.
+                without a tensor for the fault, and for a `compare` that raises or returns "crash", ...
             ArtefactError: For a file of another campaign.
         """
         self._trial_by_number, self._sites, self._counted_trials = {}, [], self._trial_count
@@ -204,6 +204,7 @@ class Campaign:
         """Run the program with the faults of one trial; return its output, or raise its exception.
 
         Before, the program runs twice without faults, as by `run`; afterwards the memory is restored.
+
         Args:
             program: Function that the campaign ran.
             number: Number of the trial, from 0.
@@ -249,6 +250,7 @@ class Campaign:
         """Run the program without faults in another process; return its sites.
 
         The tool's ops then draw and list faults by the ids of the first process.
+
         Args:
             program: The program, as this process has it.
             golden: Output without faults in the process that started the campaign.

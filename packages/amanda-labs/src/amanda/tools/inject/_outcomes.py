@@ -239,6 +239,7 @@ def differs_by(rtol: NonNegativeFloat = 1e-5, atol: NonNegativeFloat = 1e-8) -> 
     """Return a comparison that is True if any number differs by more than `atol + rtol * abs(golden)`.
 
     As by `differs`, NaN equals NaN, and another shape or object is a difference.
+
     Args:
         rtol: Largest relative error that counts as equal.
         atol: Largest absolute error, besides.
@@ -254,6 +255,7 @@ def top1_changed(golden: Any, output: Any) -> bool:
     """Return True if the index of the largest number along the last axis of the first array has changed.
 
     Also True if a trial gave no array, or an array of another shape.
+
     Args:
         golden: Arrays of the run without faults.
         output: Arrays of the run with faults.

@@ -449,6 +449,7 @@ class Plan:
         """Return the model of PyTorch, cut into the stages of this plan.
 
         The model is exported, for which its ops run once; no tool sees them.
+
         Args:
             model: The model whose trace was cut.
             mb_args: An example of the model's inputs, of the size of one micro-batch.

@@ -130,6 +130,7 @@ class Pipeline:
         """Return the `PipelineStage` of this process, whose number is its rank in the group.
 
         All processes of the group have to call this: they compare their plans.
+
         Args:
             device: Device of the stage.
             group: Group of `torch.distributed` with one process for each stage; None for all processes.
@@ -180,6 +181,7 @@ class Pipeline:
 
         Its `step` also adds up the gradients of parameters that several stages hold.  With a loss, all
         processes that hold these have to call this, which creates their groups.
+
         Args:
             stage: The result of `stage`.
             loss_fn: Function of the output and the target; None to compute no gradients.
@@ -220,6 +222,7 @@ class Pipeline:
         """Write the values of all stages, as they are now, into the model of every process of the group.
 
         All of these processes have to call this.
+
         Args:
             stage: The result of `stage`.
         """

@@ -39,6 +39,7 @@ def patch_sweep(
 
     Where the metric raises an exception, the result has the error instead.  The metric first runs without an
     intervention, in each process.
+
     Args:
         metric: Function that runs the model and returns a number.  For several processes it is pickled with
             all that it refers to; `trials.PerProcess` makes it in each process instead.

@@ -160,6 +160,7 @@ class PatchTool(amanda.Tool):
         """Return the mean of each saved point over axes and executions, as a value for `set`.
 
         Means are computed in float64, and have the type and place of the point's first value.
+
         Args:
             axes: Axes over which the mean is taken; they stay with an extent of 1.
         """

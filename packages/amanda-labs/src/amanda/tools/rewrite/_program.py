@@ -229,10 +229,10 @@ class ProgramMatches:
                 site.obstacle = f"it overlaps with {overlapping.rule.name}, which begins earlier or is longer"
             if not site.obstacle:
                 site_by_op |= dict.fromkeys(site.members, site)
-        earlier, self._replaced_site_by_op = self._replaced_site_by_op, site_by_op
-        op_ids = earlier.keys() | site_by_op
+        earlier_sites, self._replaced_site_by_op = self._replaced_site_by_op, site_by_op
+        op_ids = earlier_sites.keys() | site_by_op
         # Sites are compared by identity: these ops have plans for another match, or for none.
-        return {op_id for op_id in op_ids if earlier.get(op_id) is not site_by_op.get(op_id)}
+        return {op_id for op_id in op_ids if earlier_sites.get(op_id) is not site_by_op.get(op_id)}
 
     def _in_order(self) -> list[MatchSite]:
         return sorted(self._sites.values(), key=lambda site: site.sort_key)
