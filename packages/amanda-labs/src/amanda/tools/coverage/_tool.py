@@ -94,7 +94,7 @@ class CoverageResult(PlacesResult[OpCoverage]):
 
     @property
     def without_word(self) -> Mapping[str, int]:
-        """Executions by the framework's own type, of ops for which StandardMapping has no word."""
+        """Executions by the framework's own type, of forward ops for which StandardMapping has no word."""
         return {kind: calls for kind, calls in self.types.items() if kind not in VOCABULARY}
 
     def rows(self) -> Sequence[Sequence[Any]]:
@@ -161,7 +161,7 @@ class CoverageTool(amanda.Tool):
 
     @property
     def result(self) -> CoverageResult:
-        """The counts of what was executed so far; `ops` are the tool's own, which count on.
+        """The counts of what was executed so far; `ops` are the tool's own, whose counts go on.
 
         Closes the open calls of modules: later ops in them count as ops of new calls.
         """
@@ -206,8 +206,8 @@ class CoverageTool(amanda.Tool):
         """Return the counts of an op, new ones at its first analysis."""
         op_by_id = self._eager_op_by_id if context.get("modules") else self._graph_op_by_id
         if op_id not in op_by_id:
-            where = (context.get_scope(), context.get_source(), context.get("model", ""))
-            op_by_id[op_id] = OpCoverage(phase, kind, *where)
+            labels = (context.get_scope(), context.get_source(), context.get("model", ""))
+            op_by_id[op_id] = OpCoverage(phase, kind, *labels)
         return op_by_id[op_id]
 
     @staticmethod
