@@ -48,8 +48,8 @@ def bits_of(dtype: str | None, field: BitField = "any") -> tuple[int, ...]:
         bits_of_part, part_size = bits_of(part_dtype, field), len(bits_of(part_dtype))
         return (*bits_of_part, *(bit + part_size for bit in bits_of_part))
     mantissa, exponent, sign = _field_sizes(dtype or "")
-    unsigned, size = mantissa + exponent, mantissa + exponent + sign
-    fields = {"mantissa": (0, mantissa), "exponent": (mantissa, unsigned), "sign": (unsigned, size)}
+    unsigned_size, size = mantissa + exponent, mantissa + exponent + sign
+    fields = {"mantissa": (0, mantissa), "exponent": (mantissa, unsigned_size), "sign": (unsigned_size, size)}
     return tuple(range(*fields.get(field, (0, size))))
 
 
@@ -116,10 +116,10 @@ def _clipped_integers(numbers: NDArray[Any], dtype: str) -> NDArray[Any]:
         raise ValueError(f"NaN cannot be written into elements of type {dtype}")
     least, most = int(np.iinfo(dtype).min), int(np.iinfo(dtype).max)
     # In Python's integers: a float64 cannot hold the ends of int64, and a cast beyond them is undefined.
-    clipped = [
+    integers = [
         least if number < least else most if number > most else round(number) for number in numbers.tolist()
     ]
-    return np.array(clipped, dtype)
+    return np.array(integers, dtype)
 
 
 ElementBytes: TypeAlias = "NDArray[np.uint8]"

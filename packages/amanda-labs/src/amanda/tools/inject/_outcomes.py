@@ -185,8 +185,8 @@ class CampaignResult(KeyedResult):
             f"Seed {self.seed}, {self.sites:,} executions of ops with tensors for faults.",
             f"Shares with 95 % confidence intervals (Wilson): {rates or 'no trial had a fault'}.",
         ]
-        if unchanged := self.count("no_fault"):
-            notes.append(f"No element changed in {unchanged:,} trials.")
+        if unchanged_count := self.count("no_fault"):
+            notes.append(f"No element changed in {unchanged_count:,} trials.")
         return notes
 
 

@@ -155,8 +155,8 @@ class InjectTool(amanda.Tool):
         result = InjectResult(
             _sorted_items(self._ordered_injections), self._changed_count, executions, unselected_types
         )
-        unread = dict.fromkeys(sentence for op in self._all_selected_ops() for sentence in op.remarks)
-        result.remarks = [*as_remarks(self.unmatched()), *unread]
+        unread_remarks = dict.fromkeys(sentence for op in self._all_selected_ops() for sentence in op.remarks)
+        result.remarks = [*as_remarks(self.unmatched()), *unread_remarks]
         return result
 
     def __getstate__(self) -> dict[str, Any]:
@@ -170,7 +170,7 @@ class InjectTool(amanda.Tool):
         return {**vars(self), **records, "_executions_of_deleted": self._all_executions()}
 
     def _all_executions(self) -> int:
-        """Return the number of executions, also of ops that are gone."""
+        """Return the number of executions of selected ops, also of those that are gone."""
         return self._executions_of_deleted + sum(op.executions for op in self._all_selected_ops())
 
     def options(self) -> dict[str, Any]:
@@ -367,13 +367,13 @@ class InjectTool(amanda.Tool):
             if not len(tensor_units):
                 continue
             units_in_tensor = tensor_units - first_unit
-            faulty = self._add_fault(tensor, units_in_tensor, selected_op, execution, random, recomputed)
+            new_tensor = self._add_fault(tensor, units_in_tensor, selected_op, execution, random, recomputed)
             if tensor.item is None:
-                results[tensor.position] = faulty
+                results[tensor.position] = new_tensor
             else:
                 # A copy of the list: the program may hold the original.
                 results[tensor.position] = [*results[tensor.position]]
-                results[tensor.position][tensor.item] = faulty
+                results[tensor.position][tensor.item] = new_tensor
         return tuple(results)
 
     def _make_random(self, op: int, execution: int) -> np.random.Generator:
