@@ -91,10 +91,10 @@ def receive(connection: Connection[Any, Any]) -> tuple[dict[str, Any], PackedTen
         TensorHeader(fields[0], tuple(fields[1]), tuple(fields[2]), fields[3])
         for fields in header.pop("tensors")
     ]
-    declared = header_end + sum(tensor_header.size for tensor_header in tensor_headers)
+    declared_size = header_end + sum(tensor_header.size for tensor_header in tensor_headers)
     # Short messages are padded.
-    if max(declared, _MIN_MESSAGE_BYTES) != len(message):
-        raise ProtectError(f"a message declares {declared:,} bytes and has {len(message):,}")
+    if max(declared_size, _MIN_MESSAGE_BYTES) != len(message):
+        raise ProtectError(f"a message declares {declared_size:,} bytes and has {len(message):,}")
     tensors, begin = [], header_end
     content = np.frombuffer(message, np.uint8)
     for tensor_header in tensor_headers:
@@ -160,7 +160,7 @@ class ProcessLink:
         # Autograd's threads call too, and an answer belongs to the message before it.
         with self._lock:
             try:
-                sent = send(self._connection, header, tensors)
+                sent_bytes = send(self._connection, header, tensors)
                 answer, results = receive(self._connection)
             except (EOFError, OSError) as error:
                 raise ProtectError(
@@ -170,7 +170,7 @@ class ProcessLink:
         # The process lives on: only this op has failed.
         if "error" in answer:
             raise ProtectError(answer["error"])
-        return answer, results, sent + sum(tensor_header.size for tensor_header, _ in results)
+        return answer, results, sent_bytes + sum(tensor_header.size for tensor_header, _ in results)
 
     def close(self) -> None:
         """Hang up, by which the process ends; kill it if it has not ended after 10 seconds."""
@@ -215,9 +215,9 @@ def pack_tensor(tensor: Any) -> tuple[TensorHeader, RawBytes]:
     tensor = tensor.detach()
     order = tuple(sorted(range(tensor.dim()), key=lambda axis: -tensor.stride(axis)))
     # In memory order a dense tensor is contiguous, also with channels last, and comes back with its strides.
-    flat = tensor.permute(order).contiguous().reshape(-1).view(torch.uint8)
+    flat_bytes = tensor.permute(order).contiguous().reshape(-1).view(torch.uint8)
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return TensorHeader(dtype, tuple(tensor.shape), order, flat.numel()), flat.numpy()
+    return TensorHeader(dtype, tuple(tensor.shape), order, flat_bytes.numel()), flat_bytes.numpy()
 
 
 def unpack_tensor(header: TensorHeader, content: RawBytes) -> Any:

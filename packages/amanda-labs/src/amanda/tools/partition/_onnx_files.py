@@ -105,8 +105,8 @@ def assign_parts(
     graph = tool.graph
     is_selected = [tool.facts(i).selected for i in range(len(graph.ops))]
     if not any(is_selected):
-        why = "; ".join(selection.unmatched()) or "the ops that it fits compute with constants alone"
-        raise PartitionError(f"protect={text!r} selects no op of the file: {why}")
+        reason = "; ".join(selection.unmatched()) or "the ops that it fits compute with constants alone"
+        raise PartitionError(f"protect={text!r} selects no op of the file: {reason}")
     alternating_parts = _alternating_parts(graph, is_selected)
     # Part 0 has no op if the first op is protected, so parts are numbered anew.
     used_parts = sorted(set(alternating_parts))

@@ -305,10 +305,10 @@ def memory_roots(nodes: Iterable[Any]) -> dict[Any, Any]:
     """Return for each node the first node in the same memory, such as the tensor of a view."""
     root_of_node = dict[Any, Any]()
     for node in nodes:
-        aliased = [argument for argument, _ in _aliased_arguments(node)] if node.op == "call_function" else []
+        aliases = [argument for argument, _ in _aliased_arguments(node)] if node.op == "call_function" else []
         if node.target is operator.getitem:  # an element of a tuple, which is in the tuple's memory
-            aliased = list(node.all_input_nodes)
-        root_of_node[node] = root_of_node[aliased[0]] if aliased else node
+            aliases = list(node.all_input_nodes)
+        root_of_node[node] = root_of_node[aliases[0]] if aliases else node
     return root_of_node
 
 

@@ -423,8 +423,8 @@ class StageChain:
         Raises:
             ArtefactError: For a name that is no output.
         """
-        requested = self.outputs if output_names is None else list(output_names)
-        unknown_names = [name for name in requested if name not in self.outputs]
+        requested_names = self.outputs if output_names is None else list(output_names)
+        unknown_names = [name for name in requested_names if name not in self.outputs]
         if unknown_names:
             raise ArtefactError(
                 f"there is no output {unknown_names[0]!r}; there are {', '.join(self.outputs)}"
@@ -440,9 +440,9 @@ class StageChain:
             outputs = session.run(names, {name: values[name] for name in input_names[number] & values.keys()})
             values |= zip(names, outputs, strict=True)
             # Activations of earlier parts are freed as early as in one session.
-            names_needed = set(requested).union(*input_names[number + 1 :])
+            names_needed = set(requested_names).union(*input_names[number + 1 :])
             values = {name: value for name, value in values.items() if name in names_needed}
-        return [values[name] for name in requested]
+        return [values[name] for name in requested_names]
 
 
 def _read_plan(plan: Any) -> tuple[list[str], list[str]]:

@@ -192,8 +192,8 @@ def work_in_seconds(graph: Graph, profile: ProfileResult, steps: int) -> StepWor
     # `own` is self time in nanoseconds, so that an op within another counts once.
     sums = (((place.phase, place.type, place.op_id), place.own / 1e9) for place in profile.ops)
     costs = _cost_by_op(graph, sums, lambda op: (op.phase, op.type, op.id), steps)
-    untimed = sum(place.calls - place.timed for place in profile.ops)
-    remarks = [f"{untimed:,} executions have no time and count as 0."] if untimed else []
+    untimed_count = sum(place.calls - place.timed for place in profile.ops)
+    remarks = [f"{untimed_count:,} executions have no time and count as 0."] if untimed_count else []
     return StepWork(graph, costs, "s", remarks)
 
 

@@ -132,13 +132,12 @@ class PartitionTool(amanda.Tool, Generic[ResultT]):
 
     `amanda.instrument` of an ONNX file with this tool writes `partition.json` and a file for each stage, or
     for the ops before, in and after the protected part; `StageChain` runs these files, and `result` is then
-    a `PartsResult`.
+    a `PartsResult`.  The first read of a result's stages computes them, and raises PartitionError if no cut
+    meets the options.
 
     Raises:
         OptionError: For invalid options.
         ToolError: For method="min_cut" with options of "order", and for a `protect` of another form.
-
-    `result` raises PartitionError when it is read, if no cut meets the options.
     """
 
     purpose = "change"
@@ -428,8 +427,8 @@ class ProtectTool(amanda.Tool):
         logger.info("protect: %s in module %r runs in process %s", op_text, module, protection.pid)
         in_place, random = context["in_place"], _pytorch_stand_ins.is_random(context)
         # An op in place on a stand-in writes in the process, and the program's tensor stays NaN.
-        written = context.get_inputs()[0] if in_place else None
-        target = None if written is None or protection.stand_ins.find(written) is None else written
+        tensor = context.get_inputs()[0] if in_place else None
+        target = None if tensor is None or protection.stand_ins.find(tensor) is None else tensor
         context.replace_op(
             protection.run_in_process, record=record, op=callable_path, in_place=in_place, random=random,
             key=key, target=target,
