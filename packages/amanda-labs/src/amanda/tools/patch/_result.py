@@ -52,9 +52,9 @@ class Region(NamedTuple):
                 raise PatchError(
                     f"heads is {heads}, num_heads is {num_heads}; give num_heads, the number of all heads"
                 )
-            invalid = [head for head in region.heads if not -num_heads <= head < num_heads]
-            if invalid:
-                raise PatchError(f"heads has {invalid[0]}; there are {num_heads}, counted from 0")
+            invalid_heads = [head for head in region.heads if not -num_heads <= head < num_heads]
+            if invalid_heads:
+                raise PatchError(f"heads has {invalid_heads[0]}; there are {num_heads}, counted from 0")
         return region
 
     @property
@@ -195,8 +195,8 @@ class PatchResult(Result):
 
     def notes(self) -> Sequence[str]:
         """Return a sentence on executions in which no selected position existed."""
-        skipped = sum(point.skipped for point in self.patched)
-        return [f"At {skipped:,} executions no selected position existed."] if skipped else []
+        skipped_count = sum(point.skipped for point in self.patched)
+        return [f"At {skipped_count:,} executions no selected position existed."] if skipped_count else []
 
 
 class PatchSweep(PlottedResult):

@@ -159,7 +159,7 @@ class PatchTool(amanda.Tool):
     def mean(self, axes: Sequence[int] = (0, 1)) -> dict[str, Any]:
         """Return the mean of each saved point over axes and executions, as a value for `set`.
 
-        Means are computed in float64, and have the type and place of the point's first value.
+        Means are computed in float64, and have the element type and device of the point's first value.
 
         Args:
             axes: Axes over which the mean is taken; they stay with an extent of 1.
@@ -302,13 +302,13 @@ class PatchTool(amanda.Tool):
         self._check_shape(operand, shape, record)
         if not recomputed:
             record.changed += 1
-        changed = self._apply_edit(value, operand)
+        new_value = self._apply_edit(value, operand)
         if self._edit == "set" or not self.region.is_all:
             # For `set` also where all is selected: the operand broadcasts to the shape of the value.
-            changed = tensors.where(tensors.beside(mask, value), changed, value)
-        if self._differentiable and self._has_trained_value and not getattr(changed, "requires_grad", True):
+            new_value = tensors.where(tensors.beside(mask, value), new_value, value)
+        if self._differentiable and self._has_trained_value and not getattr(new_value, "requires_grad", True):
             self._warn(f"no gradient reaches the value of {self._edit}: autodiff is off at {record.point}")
-        return changed
+        return new_value
 
     def _check_shape(self, operand: Any, shape: Sequence[int], record: Patched) -> None:
         """Raise PatchError for a value that does not broadcast to the shape of a point.
