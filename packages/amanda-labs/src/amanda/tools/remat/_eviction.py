@@ -142,7 +142,7 @@ class Eviction:
     def _report_shortage(self, needed_bytes: int, counts: OpCounts) -> None:
         """Raise BudgetError if the tool is strict, otherwise warn once, and record the missing bytes."""
         assert self.budget is not None
-        short = self.ledger.bytes + needed_bytes - self.budget
+        short_bytes = self.ledger.bytes + needed_bytes - self.budget
         message = (
             f"{counts.type} at {counts.source} needs {needed_bytes:,} bytes more than the "
             f"{self.ledger.bytes:,} that are alive with it and cannot be evicted; the budget is "
@@ -152,8 +152,8 @@ class Eviction:
             raise BudgetError(message)
         # Warned once: later shortages only raise the number in the result.
         if not self.ledger.totals.short:
-            logger.warning("the memory budget is exceeded by %s bytes: %s", f"{short:,}", message)
-        self.ledger.totals.short = max(self.ledger.totals.short, short)
+            logger.warning("the memory budget is exceeded by %s bytes: %s", f"{short_bytes:,}", message)
+        self.ledger.totals.short = max(self.ledger.totals.short, short_bytes)
 
     def _evict(self, storage: Storage) -> bool:
         """Drop the tensors by which this tool holds a storage; return True if its memory was freed.
@@ -304,14 +304,14 @@ class StorageRecomputation:
         counts = operation.counts
         begin = perf_counter()
         inputs = tree_map(self._rebuild_input, operation.inputs)
-        results, saved = self.torch.replay(operation.compute, inputs, operation.settings)
+        results, saved_tensors = self.torch.replay(operation.compute, inputs, operation.settings)
         # A repeated run makes all results of the op, also those that are not needed.
         self.ledger.update_peak(operation.size)
         for storage in operation.products:
             # Other results that autograd still needs come for free; the rest is dropped at once.
             if storage.live_memory is None and (storage is target or storage.handles):
                 # As at the first run, the memory is that of a result or of a tensor that autograd saves.
-                tensors = saved if storage.slot.is_saved else results
+                tensors = saved_tensors if storage.slot.is_saved else results
                 position = storage.slot.position
                 tensor = tensors[position] if position < len(tensors) else None
                 self._restore_storage(storage, tensor, counts)

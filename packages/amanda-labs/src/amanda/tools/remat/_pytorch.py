@@ -219,28 +219,28 @@ class TorchRuntime:
         The program's modes and hooks do not see the run.
         """
         torch = self.torch
-        current = self.settings(self.tensors(inputs))
-        with undisturbed(), self._restored_settings(settings, current):
+        current_settings = self.settings(self.tensors(inputs))
+        with undisturbed(), self._restored_settings(settings, current_settings):
             # As at the first run: only with gradients does autograd save what the backward pass reads.
             with torch.enable_grad():
-                results, saved = self._run_and_collect_saved(compute, inputs)
+                results, saved_tensors = self._run_and_collect_saved(compute, inputs)
             # The graph of the repeated run is not needed: the first one is still in place.
             detached_results = [
                 result.detach() if isinstance(result, torch.Tensor) else result for result in results
             ]
-            return detached_results, saved
+            return detached_results, saved_tensors
 
     @contextmanager
-    def _restored_settings(self, settings: Settings, current: Settings) -> Iterator[None]:
+    def _restored_settings(self, settings: Settings, current_settings: Settings) -> Iterator[None]:
         """Return a context with the autocast and the switches of an op's first run."""
         # Off, if the first run had no autocast and the present code has one.
-        disabled_autocast = [(device, False, dtype) for device, _, dtype in current.autocast or ()]
+        disabled_autocast = [(device, False, dtype) for device, _, dtype in current_settings.autocast or ()]
         with ExitStack() as stack:
             for device, enabled, dtype in settings.autocast or disabled_autocast:
                 # Without autocast's cache, whose casts would hold on to weights.
                 stack.enter_context(self.torch.autocast(device, dtype, enabled, cache_enabled=False))
             for (_, set_switch), current_value, recorded_value in zip(
-                self._switches, current.switches, settings.switches, strict=True
+                self._switches, current_settings.switches, settings.switches, strict=True
             ):
                 if current_value != recorded_value:
                     set_switch(recorded_value)
@@ -249,10 +249,10 @@ class TorchRuntime:
 
     def _run_and_collect_saved(self, compute: Compute, inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Run an op; return its results, and the tensors that autograd saves, detached, in order."""
-        saved: list[Any] = []
+        saved_tensors: list[Any] = []
         hooks = self.torch.autograd.graph.saved_tensors_hooks
-        with hooks(lambda tensor: saved.append(tensor.detach()), lambda packed: packed):
-            return self.results_of(compute(inputs)), saved
+        with hooks(lambda tensor: saved_tensors.append(tensor.detach()), lambda packed: packed):
+            return self.results_of(compute(inputs)), saved_tensors
 
     def without_torch_function(self) -> AbstractContextManager[Any]:
         """Return a context in which the user's modes and tensor subclasses do not see reads of tensors."""
@@ -278,9 +278,9 @@ class TorchRuntime:
 
     def _bytes_made(self, compute: Compute, inputs: Sequence[Any]) -> int:
         """Run an op; return the bytes of the storages that it adds to those of its inputs."""
-        results, saved = self._run_and_collect_saved(compute, inputs)
+        results, saved_tensors = self._run_and_collect_saved(compute, inputs)
         storages_made = {
-            tensor.untyped_storage()._cdata: tensor for tensor in (*saved, *self.tensors(results))
+            tensor.untyped_storage()._cdata: tensor for tensor in (*saved_tensors, *self.tensors(results))
         }
         input_storages = {tensor.untyped_storage()._cdata for tensor in self.tensors(inputs)}
         return sum(
