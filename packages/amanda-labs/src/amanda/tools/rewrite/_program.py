@@ -224,9 +224,9 @@ class ProgramMatches:
         for site in self._in_order():
             # In the order of priority: a match that cannot be replaced leaves its ops to a later one.
             site.obstacle = site.broken or self._find_obstacle(site)
-            overlapping = next((site_by_op[op_id] for op_id in site.members if op_id in site_by_op), None)
-            if overlapping is not None and not site.obstacle:
-                site.obstacle = f"it overlaps with {overlapping.rule.name}, which begins earlier or is longer"
+            rival = next((site_by_op[op_id] for op_id in site.members if op_id in site_by_op), None)
+            if rival is not None and not site.obstacle:
+                site.obstacle = f"it overlaps with {rival.rule.name}, which begins earlier or is longer"
             if not site.obstacle:
                 site_by_op |= dict.fromkeys(site.members, site)
         earlier_sites, self._replaced_site_by_op = self._replaced_site_by_op, site_by_op
@@ -240,7 +240,7 @@ class ProgramMatches:
     def _find_obstacle(self, site: MatchSite) -> str:
         """Return the reason why the ops of a match cannot be replaced together; "" without a reason.
 
-        An op outside that reads nothing but a shape is none.
+        An op outside of the match that reads a shape alone is no reason.
         """
         # A match of one op has no output within it that others could read.
         for op_id in site.members if len(site.members) > 1 else ():
@@ -315,7 +315,7 @@ class OpExecutions:
         self._by_output = TensorMap[OpExecution]()
 
     def run_or_delay(self, node: ProgramNode, inputs: Sequence[Any], compute: Callable[..., Any]) -> Any:
-        """Run an op, return its output, and record its execution by that, unless it is a list.
+        """Run an op, return its output, and record its execution by the output, unless that is a list.
 
         A subclass may return a delayed output.
         """

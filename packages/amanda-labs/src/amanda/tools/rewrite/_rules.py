@@ -247,8 +247,8 @@ def fold_in_tensorflow(match: Match) -> Any:
     scale = gamma * tf.math.rsqrt(variance + norm.attributes["epsilon"])
     y = _convolve_folded(match.ops["convolution"], scale, beta - mean * scale)
     # FusedBatchNorm has outputs for its gradient, which nobody reads here.
-    reserved = (tf.zeros([0], mean.dtype),) if norm.name == "FusedBatchNormV3" else ()
-    return y, mean, variance, mean, variance, *reserved
+    reserved_outputs = (tf.zeros([0], mean.dtype),) if norm.name == "FusedBatchNormV3" else ()
+    return y, mean, variance, mean, variance, *reserved_outputs
 
 
 def _fold_affine(match: Match) -> Any:
