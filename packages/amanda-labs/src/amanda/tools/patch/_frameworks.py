@@ -213,8 +213,8 @@ def _watch_pytorch(hooks: ExitStack, points: Points) -> None:
     """Register hooks on all modules that pass a call's inputs, or its result, through points.
 
     In code that the compiler traces every module but wrappers has points, elsewhere those that tools may
-    select; `points.by_keyword` gets the paths of calls without a tensor by position.  The compiler's warning
-    of such hooks is ignored.  Closing `hooks` takes all this back.
+    select; `points.by_keyword` gets the paths of calls without a tensor by position.  Until `hooks` closes,
+    which removes the hooks, the compiler's warning of such hooks is ignored.
     """
     import torch
     from torch.nn.modules import module as modules
