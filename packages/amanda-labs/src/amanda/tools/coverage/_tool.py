@@ -94,7 +94,7 @@ class CoverageResult(PlacesResult[OpCoverage]):
 
     @property
     def without_word(self) -> Mapping[str, int]:
-        """Executions by the framework's own type, of ops for which StandardMapping has no word."""
+        """Executions by the framework's own type, of forward ops for which StandardMapping has no word."""
         return {kind: calls for kind, calls in self.types.items() if kind not in VOCABULARY}
 
     def rows(self) -> Sequence[Sequence[Any]]:
@@ -107,7 +107,7 @@ class CoverageResult(PlacesResult[OpCoverage]):
         return sorted(rows, key=lambda row: (-row[calls_position], row[:calls_position]))
 
     def _facts(self) -> Mapping[str, Any]:
-        """Return totals of each phase, the types of ops, and each op."""
+        """Return totals of each phase, the types of ops, those without a word, and each op."""
         totals = {
             phase: {count: self.total(count, phase) for count in _COUNTS}
             for phase in dict.fromkeys(place.phase for place in self.ops)
@@ -161,7 +161,10 @@ class CoverageTool(amanda.Tool):
 
     @property
     def result(self) -> CoverageResult:
-        """The counts of what was executed so far."""
+        """The counts of what was executed so far; `ops` are the tool's own, whose counts go on.
+
+        Closes the open calls of modules: later ops in them count as ops of new calls.
+        """
         self._open_call_by_thread.clear()
         _count_seen_in_graphs(self._graph_op_by_id.values())
         return CoverageResult([*self._eager_op_by_id.values(), *self._graph_op_by_id.values()])
@@ -174,7 +177,10 @@ class CoverageTool(amanda.Tool):
             op.calls = op.whole = op.entered = op.left = 0
 
     def _instrument_forward(self, context: amanda.OpContext) -> None:
-        """Count executions of a forward op, in the call of its module where there are modules."""
+        """Count executions of a forward op, in the call of its module where there are modules.
+
+        Writes `model`, the class of the outermost module, into the context.
+        """
         modules: ModuleFinder | None = context.get("modules")
         context["model"] = modules.outermost_class(sys._getframe()) if modules else ""
         op = self._op_coverage(context, context.get_op_id(), "forward", context["type"])
@@ -184,7 +190,10 @@ class CoverageTool(amanda.Tool):
             context.insert_before_op(self._count_call, inputs=[], op=op)
 
     def _instrument_backward(self, context: amanda.OpContext) -> None:
-        """Count executions of a backward op, in the call of its forward op."""
+        """Count executions of a backward op, in the module's call of its forward op, if that had one.
+
+        Ops that accumulate gradients are in no call.
+        """
         op = self._op_coverage(
             context, context.get_backward_op_id() or 0, "backward", context["backward_type"]
         )
@@ -197,21 +206,22 @@ class CoverageTool(amanda.Tool):
         """Return the counts of an op, new ones at its first analysis."""
         op_by_id = self._eager_op_by_id if context.get("modules") else self._graph_op_by_id
         if op_id not in op_by_id:
-            where = (context.get_scope(), context.get_source(), context.get("model", ""))
-            op_by_id[op_id] = OpCoverage(phase, kind, *where)
+            labels = (context.get_scope(), context.get_source(), context.get("model", ""))
+            op_by_id[op_id] = OpCoverage(phase, kind, *labels)
         return op_by_id[op_id]
 
     @staticmethod
     @amanda.observer
     def _count_call(op: OpCoverage) -> None:
-        """Count an execution outside of modules."""
+        """Count an execution that belongs to no call of a module."""
         op.calls += 1
 
     @amanda.observer
     def _count_in_module(self, op: OpCoverage, modules: ModuleFinder, run: dict[str, Any]) -> None:
         """Count an execution, and add the op to the call of its module, if that is a leaf.
 
-        The call is the open one of this thread if it has the same frame, else a new one.
+        The call is the open one of this thread if it has the same frame, else a new one; `run["call"]` has
+        it for the backward ops of this execution.
         """
         op.calls += 1
         frame = modules.innermost_frame(sys._getframe(1))
@@ -222,17 +232,18 @@ class CoverageTool(amanda.Tool):
         if call is None or frame_of_call is not frame:
             call = modules.open_call(frame, self._clear_count)
             self._open_call_by_thread[get_ident()] = frame, call
-        # The backward ops of this execution find the call of their forward op in `run`.
         run["call"] = call
         if call.is_leaf:
             call.forward.append(op)
 
     @amanda.observer
     def _count_in_module_backward(self, op: OpCoverage, run: dict[str, Any]) -> None:
-        """Count an execution, and add the op to the call of its forward op."""
+        """Count an execution, and add the op to the call of its forward op, if that is a leaf's.
+
+        Not after `clear`: the forward half of the call is gone, and half a call would count wrongly.
+        """
         op.calls += 1
         call: ModuleCall | None = run.get("call")
-        # After `clear` the forward half of the call is gone, and half a call would count wrongly.
         if call is not None and call.is_leaf and call.clear_count == self._clear_count:
             call.backward.append(op)
 
@@ -332,7 +343,7 @@ class ModuleFinder:
         return frame
 
     def outermost_class(self, frame: FrameType | None) -> str:
-        """Return the class of the outermost module that is called; "" outside of modules."""
+        """Return the name of the class of the outermost module that is called; "" outside of modules."""
         codes, name = self._codes(), ""
         while frame is not None:
             if frame.f_code in codes:
@@ -347,7 +358,7 @@ class ModuleFinder:
 
 @cache
 def _torch_call_codes() -> frozenset[CodeType]:
-    """Return the code of the method of modules that calls hooks."""
+    """Return the code of the method of modules that calls hooks; raise ToolError where PyTorch lacks it."""
     from torch.nn import Module
 
     # Module.__call__ is another function by version; all of them run hooks in _call_impl.
@@ -360,7 +371,7 @@ _code_by_keras_module: dict[str, CodeType] = {}
 
 
 def _keras_call_codes() -> frozenset[CodeType]:
-    """Return the code of `Layer.__call__` of each imported Keras."""
+    """Return the code of `Layer.__call__` of each imported Keras; raise ToolError if Keras 3 lacks a name."""
     for module_name, class_name in _LAYER_CLASSES:
         if module_name in _code_by_keras_module:
             continue

@@ -81,12 +81,14 @@ def jax_moves(op: OpValues) -> Mapping[str, Move]:
         return np.broadcast_to(a.reshape(extents), parameters["shape"])
 
     def slice_input(a: NDArray[Any]) -> NDArray[Any]:
+        """Return the slice between constant bounds; raise NotImplementedError for computed ones."""
         if "start_indices" not in parameters:
             raise NotImplementedError("a gather, or a slice from a computed index")
         steps = parameters["strides"] or [None] * a.ndim
         return a[tuple(map(slice, parameters["start_indices"], parameters["limit_indices"], steps))]
 
     def pad(a: NDArray[Any]) -> NDArray[Any]:
+        """Pad with -1; raise NotImplementedError for padding between elements, and for crops."""
         config = parameters["padding_config"]
         widths_by_axis = [(before, behind) for before, behind, _between in config]
         has_interior = any(between for *_, between in config)
@@ -107,7 +109,10 @@ _FUSED_TYPES = ("FusedConv", "MultiHeadAttention", "SkipLayerNormalization")
 
 
 def to_host_array(tensor: Any) -> NDArray[Any] | None:
-    """Return a copy on the host, float32 if NumPy lacks the type; None for nested and meta tensors."""
+    """Return a copy on the host, float32 if NumPy lacks the type; None for nested and meta tensors.
+
+    Of a distributed tensor it has the part of this process.
+    """
     if getattr(tensor, "is_nested", False) or getattr(tensor, "is_meta", False):
         return None
     host_array = np.array(tensors_of(tensor).to_numpy(local(tensor)))
@@ -137,7 +142,10 @@ class OpValues:
     outputs: Sequence[Any] = ()
 
     def copy_for_rules(self, value: Any) -> Any:
-        """Copy a tensor or list for rules; if these read shapes alone, return zeros that take no memory."""
+        """Copy a tensor, or a list of them, for rules; other values, and tensors of no numbers, stay.
+
+        If rules read shapes alone, tensors of three axes or more become zeros that take no memory.
+        """
         if isinstance(value, (list, tuple)):
             return [self.copy_for_rules(item) for item in value]
         dtype = self.dtype(value)
@@ -304,21 +312,22 @@ def _torch_moves(op: OpValues) -> Mapping[str, Move]:
     attributes, dim = op.attributes, op.attributes.get("dim", 0)
 
     def pad(a: NDArray[Any]) -> NDArray[Any]:
+        """Pad indices as `pad` of PyTorch does; raise NotImplementedError as `_pad_indices` does."""
         # PyTorch lists the widths before and behind each axis from the last axis on, NumPy from the first.
         widths_before, widths_behind = attributes["pad"][::2], attributes["pad"][1::2]
         last_widths = list(zip(widths_before, widths_behind, strict=True))[::-1]
         return _pad_indices(a, [(0, 0)] * (a.ndim - len(last_widths)) + last_widths, attributes)
 
     def permute(a: NDArray[Any]) -> NDArray[Any]:
+        """Move the named axes, or put all in an order; reverse them without arguments."""
         if "source" in attributes:
             return np.moveaxis(a, attributes["source"], attributes["destination"])
         return np.transpose(a, attributes.get("dims"))
 
     def transpose(a: NDArray[Any]) -> NDArray[Any]:
-        # The last two axes by default: `mT` has no arguments.
+        """Exchange two axes, by default the last two, as `mT` has no arguments; a vector stays, as by `T`."""
         first_axis = int(op.attribute_or_input("dim0", "axis0", default=-2))
         second_axis = int(op.attribute_or_input("dim1", "axis1", default=-1))
-        # `T` of a vector is the vector.
         return a.swapaxes(first_axis, second_axis) if a.ndim > 1 else a
 
     return _all_moves(op, {
@@ -369,6 +378,7 @@ def _onnx_moves(op: OpValues) -> Mapping[str, Move]:
         return a[tuple(index)]
 
     def pad(a: NDArray[Any]) -> NDArray[Any]:
+        """Pad indices as Pad of ONNX does; raise NotImplementedError as `_pad_indices` does."""
         # ONNX lists the widths before all axes first, then those behind them.
         widths = op.integers("pads", at=1)
         axis_count = len(widths) // 2

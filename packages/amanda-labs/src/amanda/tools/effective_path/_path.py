@@ -95,7 +95,8 @@ class Layer:
         """Return a mask, True for the neurons or weights on the path.
 
         Args:
-            which: "neurons", of the output without its batch axis, or "weights", of the weight's shape.
+            which: "neurons", of the input without its batch axis, flat for several inputs, or "weights", of
+                the weight's shape.
         """
         shape = self.weight_shape if which == "weights" else self.shape
         mask = np.zeros(prod(shape), bool)
@@ -126,7 +127,10 @@ class EffectivePath:
         self.layers, self.label = dict(layers), label
 
     def __or__(self, other: EffectivePath) -> EffectivePath:
-        """Return the union by layer; a layer of one path alone stays as it is."""
+        """Return the union by layer; a layer of one path alone stays as it is, and a label that both have.
+
+        Raises PathError if the sizes of a layer differ.
+        """
         if not isinstance(other, EffectivePath):
             return NotImplemented
         layers = {
@@ -163,9 +167,10 @@ class EffectivePath:
             which: "synapses", "neurons" or "weights".
         """
         # Layers are matched by name: a layer that the other path lacks has nothing in common.
-        common = self._count_common(other, which)
+        common_counts = self._count_common(other, which)
         return {
-            name: _overlap_share(common[name], len(layer.part(which))) for name, layer in self.layers.items()
+            name: _overlap_share(common_counts[name], len(layer.part(which)))
+            for name, layer in self.layers.items()
         }
 
     def overlap(self, other: EffectivePath, which: Part = "synapses") -> float:
@@ -184,8 +189,8 @@ class EffectivePath:
             other: A path of the same model.
             which: "synapses", "neurons" or "weights".
         """
-        common = sum(self._count_common(other, which).values())
-        return _overlap_share(common, self.count(which) + other.count(which) - common)
+        common_count = sum(self._count_common(other, which).values())
+        return _overlap_share(common_count, self.count(which) + other.count(which) - common_count)
 
     def _count_common(self, other_path: EffectivePath, part: Part) -> dict[str, int]:
         """Return by layer the number of elements that both paths have; 0 for a layer that the other lacks."""
@@ -251,10 +256,10 @@ def union(paths: Iterable[EffectivePath]) -> EffectivePath:
     """Return the union of paths, such as the path of a class from those of its images.
 
     Args:
-        paths: Paths of one model; the result has no label.
+        paths: Paths of one model; the result has their label if all have the same.
 
     Raises:
-        PathError: If there are no paths.
+        PathError: If there are no paths, or if they are of different models or shapes.
     """
     all_paths = list(paths)
     if not all_paths:

@@ -93,11 +93,11 @@ def leading(
         mode: "cumulative", as above; "absolute", all contributions of theta or more.
     """
     # What lowers a neuron does not explain its value.
-    positive = contributions > 0
+    is_positive = contributions > 0
     if mode == "absolute":
-        return positive & (contributions >= theta)
+        return is_positive & (contributions >= theta)
     # NaN: there is no value to reach but the sum itself.
-    value = np.where(np.isnan(value), np.where(positive, contributions, 0).sum(1), value)
+    value = np.where(np.isnan(value), np.where(is_positive, contributions, 0).sum(1), value)
     target = theta * value
     # A partition saves nothing on a few terms.
     if contributions.shape[1] <= 4 * _PRESORTED:
@@ -131,10 +131,10 @@ def _leading_sorted(contributions: Numbers, target: Numbers) -> NDArray[np.bool_
     """Return (neurons, terms), True for the largest positive contributions until their sum is the target."""
     # Stable, so that of equal contributions the first come first in every run.
     descending_terms = np.argsort(-contributions, axis=1, kind="stable")
-    descending = np.maximum(np.take_along_axis(contributions, descending_terms, 1), 0)
+    sorted_contributions = np.maximum(np.take_along_axis(contributions, descending_terms, 1), 0)
     # Shifted by one, not the sum less the term: of infinities that difference would be NaN.
-    sum_before = np.pad(np.cumsum(descending, axis=1)[:, :-1], ((0, 0), (1, 0)))
-    is_needed = (sum_before < target[:, None]) & (descending > 0)
+    sum_before = np.pad(np.cumsum(sorted_contributions, axis=1)[:, :-1], ((0, 0), (1, 0)))
+    is_needed = (sum_before < target[:, None]) & (sorted_contributions > 0)
     is_leading = np.zeros(contributions.shape, bool)
     np.put_along_axis(is_leading, descending_terms, is_needed, 1)
     return is_leading
@@ -276,7 +276,7 @@ def einsum(step: Step, elements: Indices, output: int) -> Terms:
 
 
 def attention(step: Step, elements: Indices, output: int) -> Terms:
-    """Return the terms of softmax(q k^T) v: values, weighted by the softmax.
+    """Return the terms of softmax(q k^T) v: values, weighted by the softmax; query and key are on no path.
 
     Raises NotImplementedError where several heads of the query share one of the values.
     """
@@ -306,12 +306,12 @@ def _window_mesh(step: Step, elements: Indices, output: int, channels: Mapping[s
     the padding.
     """
     shape, layout, tables = step.outputs[output].shape, step.layout or "", step.arguments["tables"]
-    spatial = [layout[axis] for axis in spatial_axes(layout)]
-    window_axes = {axis.lower(): table.shape[1] for axis, table in zip(spatial, tables, strict=True)}
+    axis_letters = [layout[axis] for axis in spatial_axes(layout)]
+    window_axes = {letter.lower(): table.shape[1] for letter, table in zip(axis_letters, tables, strict=True)}
     mesh = Mesh(elements, dict(zip(layout, shape, strict=True)), {**channels, **window_axes})
-    for axis, table in zip(spatial, tables, strict=True):
+    for letter, table in zip(axis_letters, tables, strict=True):
         # The coordinate of an output becomes that of the input which each place of its window reads.
-        mesh.coordinates[axis] = table[mesh.coordinates[axis], mesh.coordinates[axis.lower()]]
+        mesh.coordinates[letter] = table[mesh.coordinates[letter], mesh.coordinates[letter.lower()]]
     outputs_per_place = prod(extent for axis, extent in zip(layout, shape, strict=True) if axis in "NC")
     # Of the places of all windows, those inside of the tensor: in the padding there are no terms.
     places_read = prod(int((table >= 0).sum()) for table in tables)
@@ -418,7 +418,10 @@ def reshape(step: Step, elements: Indices, output: int) -> Terms:
 
 
 def rearrangement(step: Step, elements: Indices, output: int) -> Terms:
-    """Return the origin of each element that an op moves, by its `move` of flat indices; -1 for padding."""
+    """Return the origin of each element that an op moves, by its `move` of flat indices; -1 for padding.
+
+    A move may raise NotImplementedError.
+    """
     data = step.tensor(step.data)
     moved_indices = step.arguments["move"](np.arange(data.size).reshape(data.shape))
     # A list has an array for each output of the op.

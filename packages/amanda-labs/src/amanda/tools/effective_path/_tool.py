@@ -162,7 +162,8 @@ class EffectivePathTool(amanda.Tool):
             labels: The class to explain for each sample; by default the one with the largest output.
 
         Raises:
-            PathError: If no pass has made (samples, classes), or no path leads back from there.
+            PathError: If no pass has made (samples, classes), if no path leads back from there, and for
+                labels that are not one class for each sample.
         """
         graph = self._trace.graph
         steps = self._executed_steps(graph)
@@ -237,15 +238,15 @@ def _find_varying_tensors(graph: Graph) -> set[int]:
 
     Single numbers that no op computes from tensors, and rows of integers, count as constants.
     """
-    varying: set[int] = set()
+    varying_tensors: set[int] = set()
     for tensor in graph.tensors:  # in the order of their first use, so producers' inputs come first
         producer_inputs = () if tensor.producer is None else graph.ops[tensor.producer].reads
         # Inputs of the model and random numbers: no op made the tensor from tensors.
         is_source = not producer_inputs and tensor.kind not in STATE and tensor.shape != ()
-        depends_on_source = not varying.isdisjoint(producer_inputs)
+        depends_on_source = not varying_tensors.isdisjoint(producer_inputs)
         if (is_source or depends_on_source) and not _is_shape(tensor):
-            varying.add(tensor.index)
-    return varying
+            varying_tensors.add(tensor.index)
+    return varying_tensors
 
 
 def _is_shape(tensor: Tensor) -> bool:

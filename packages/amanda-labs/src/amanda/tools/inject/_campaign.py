@@ -55,7 +55,7 @@ class _HangWatch(amanda.Tool):
         self._deadline = float("inf") if self._timeout is None else time.monotonic() + self._timeout
 
     def _check_limits(self) -> None:
-        """Count an op; raise HangError beyond the limit of ops or of time."""
+        """Count an op; raise HangError beyond the limit of ops or of time, and keep the reason."""
         self.executions += 1
         if self.executions > self.limit:
             self.reason = f"it executed more than {int(self.limit):,} ops"
@@ -140,7 +140,7 @@ class Campaign:
 
         Raises:
             InjectError: For a program whose output varies, that executes other ops in another process, or
-                without a tensor for the fault.
+                without a tensor for the fault, and for a `compare` that raises or returns "crash", ...
             ArtefactError: For a file of another campaign.
         """
         self._trial_by_number, self._sites, self._counted_trials = {}, [], self._trial_count
@@ -155,7 +155,10 @@ class Campaign:
     def _run_trials(
         self, load: _TrialLoader, jobs: int | None, file: TrialFile | None, progress: Progress
     ) -> None:
-        """Run the trials that are not in the file, until all have ended or the interval is narrow enough."""
+        """Run the trials that are not in the file, until all have ended or the interval is narrow enough.
+
+        Each is added to the file and to the progress.  With a narrow interval `result` has no later trials.
+        """
         records = {} if file is None else file.records
         trials_in_file = map(Trial.from_dict, records.values())
         # The file may be of a run with more trials.
@@ -183,7 +186,10 @@ class Campaign:
         return Trial(number, "crash", (), error, self._draw_site(number, self._sites))
 
     def _trial_file(self, path: str | PathLike[str] | None, golden: Any) -> Any:
-        """Return the file that keeps trials, which belongs to the options, the program and its output."""
+        """Return a context of the file that keeps trials, or of None without a path.
+
+        The file belongs to the options, the program and its output.
+        """
         if path is None:
             return nullcontext()
         options = {
@@ -196,6 +202,8 @@ class Campaign:
     @checked(error=InjectError)
     def replay(self, program: Program, number: NonNegativeInt) -> Any:
         """Run the program with the faults of one trial; return its output, or raise its exception.
+
+        Before, the program runs twice without faults, as by `run`; afterwards the memory is restored.
 
         Args:
             program: Function that the campaign ran.
@@ -235,11 +243,13 @@ class Campaign:
         return golden, sites
 
     def _is_corrupted(self, golden: Any, output: Any) -> bool:
-        """Return True if an output is not the one without faults."""
+        """Return True if an output is corrupted according to `compare`, or has new NaN or Inf."""
         return self._compare(golden, output) not in (False, "masked") or not_finite(golden, output)
 
     def load(self, program: Program, golden: Any, sites: list[Site]) -> list[Site]:
         """Run the program without faults in another process; return its sites.
+
+        The tool's ops then draw and list faults by the ids of the first process.
 
         Args:
             program: The program, as this process has it.
@@ -251,11 +261,11 @@ class Campaign:
         """
         other_golden, other_sites = self._run_without_faults(program)
         differences = [
-            f"{_site_text(other)} instead of {_site_text(site)}"
-            for site, other in zip_longest(sites, other_sites)
+            f"{_site_text(other_site)} instead of {_site_text(site)}"
+            for site, other_site in zip_longest(sites, other_sites)
             if site is None
-            or other is None
-            or _facts_in_all_processes(site) != _facts_in_all_processes(other)
+            or other_site is None
+            or _facts_in_all_processes(site) != _facts_in_all_processes(other_site)
         ]
         if differences:
             raise InjectError(
@@ -268,11 +278,12 @@ class Campaign:
                 "seed its random numbers, give processes the same number of threads, and send a module whose "
                 "model has changed by cloudpickle.register_pickle_by_value(module); or give jobs=1"
             )
-        self._tool.op_names = {other.op: site.op for site, other in zip(sites, other_sites, strict=True)}
+        pairs = zip(sites, other_sites, strict=True)
+        self._tool.op_names = {other_site.op: site.op for site, other_site in pairs}
         return other_sites
 
     def copied(self) -> Campaign:
-        """Return a campaign of the same options for another process."""
+        """Return a campaign with the same tool and options for another process; without `margin`."""
         return Campaign(
             self._tool, self._trial_count, self._compare, self._sample, self._hang_factor, self._timeout
         )
@@ -301,6 +312,9 @@ class Campaign:
             golden: Output without faults.
             sites: Sites of which the trial draws one, as `load` returns them.
             number: Number of the trial, which with the seed determines the faults.
+
+        Raises:
+            InjectError: For a mistake in the options, such as a `compare` that raises.
         """
         self._tool.try_at(number, self._draw_site(number, sites))
         outcome, error = self._classify_run(program, number, golden)
@@ -309,7 +323,10 @@ class Campaign:
         return Trial(number, outcome if injections else "no_fault", injections, error)
 
     def _classify_run(self, program: Program, number: int, golden: Any) -> tuple[str, str]:
-        """Run the program with faults; return the outcome, and the error of a crash or hang."""
+        """Run the program with faults; return the outcome, and the error of a crash or hang, or "".
+
+        An InjectError is raised: a mistake in the campaign's options is not a crash of the program.
+        """
         exception = None
         try:
             output = self._run_restoring(program, arrays)
@@ -318,7 +335,6 @@ class Campaign:
         # First: a program may turn the watch's exception into another one.
         if self._hang_watch.reason:
             return "hang", self._hang_watch.reason
-        # A mistake in the campaign's options is not a crash of the program.
         if isinstance(exception, InjectError):
             raise exception
         if exception is not None:
@@ -331,7 +347,7 @@ class Campaign:
     def _compare_outputs(self, golden: Any, output: Any, number: int) -> str:
         """Return the outcome of a trial by the function `compare`.
 
-        Raises InjectError where that raises an exception or returns a word for another outcome.
+        Raises InjectError where that raises an exception, or returns "" or a word for another outcome.
         """
         try:
             answer = self._compare(golden, output)

@@ -48,8 +48,8 @@ def bits_of(dtype: str | None, field: BitField = "any") -> tuple[int, ...]:
         bits_of_part, part_size = bits_of(part_dtype, field), len(bits_of(part_dtype))
         return (*bits_of_part, *(bit + part_size for bit in bits_of_part))
     mantissa, exponent, sign = _field_sizes(dtype or "")
-    unsigned, size = mantissa + exponent, mantissa + exponent + sign
-    fields = {"mantissa": (0, mantissa), "exponent": (mantissa, unsigned), "sign": (unsigned, size)}
+    unsigned_size, size = mantissa + exponent, mantissa + exponent + sign
+    fields = {"mantissa": (0, mantissa), "exponent": (mantissa, unsigned_size), "sign": (unsigned_size, size)}
     return tuple(range(*fields.get(field, (0, size))))
 
 
@@ -76,7 +76,7 @@ def _field_sizes(dtype: str) -> tuple[int, int, int]:
 
 
 def from_bytes(rows: NDArray[np.uint8], dtype: str) -> NDArray[Any]:
-    """Return rows of bytes as numbers, floats in float64.
+    """Return rows of bytes as numbers, floats in float64, complex32 in complex64.
 
     Args:
         rows: (numbers, bytes of a number), in the order of memory.
@@ -94,7 +94,7 @@ def to_bytes(numbers: NDArray[Any], dtype: str, like: Any) -> NDArray[np.uint8]:
     """Return a row of bytes for each number, rounded, and for integers clipped to the range of the type.
 
     Args:
-        numbers: Of any shape.
+        numbers: In one dimension.
         dtype: Name of the element type of the bytes.
         like: A tensor of the type, whose library rounds if NumPy lacks the type.
 
@@ -111,15 +111,15 @@ def to_bytes(numbers: NDArray[Any], dtype: str, like: Any) -> NDArray[np.uint8]:
 
 
 def _clipped_integers(numbers: NDArray[Any], dtype: str) -> NDArray[Any]:
-    """Return numbers rounded to integers in the range of a type."""
+    """Return numbers rounded to integers in the range of a type; raise ValueError for NaN."""
     if np.isnan(numbers).any():
         raise ValueError(f"NaN cannot be written into elements of type {dtype}")
     least, most = int(np.iinfo(dtype).min), int(np.iinfo(dtype).max)
     # In Python's integers: a float64 cannot hold the ends of int64, and a cast beyond them is undefined.
-    clipped = [
+    integers = [
         least if number < least else most if number > most else round(number) for number in numbers.tolist()
     ]
-    return np.array(clipped, dtype)
+    return np.array(integers, dtype)
 
 
 ElementBytes: TypeAlias = "NDArray[np.uint8]"
@@ -162,7 +162,10 @@ class Fault(NamedTuple):
             )
 
     def fits(self, dtype: str | None, shape: Sequence[int]) -> bool:
-        """Return True if a tensor can have the fault: bool can have no noise, and integers no NaN."""
+        """Return True if a tensor can have the fault: bool can have no noise, and integers no NaN.
+
+        Its type has to have enough bits to change, its shape the axis, which for a wrong row has several.
+        """
         if self.axis is not None and not -len(shape) <= self.axis < len(shape):
             return False
         if self.kind in BIT_FAULTS:
@@ -195,6 +198,7 @@ class Fault(NamedTuple):
     ) -> tuple[ElementBytes, NDArray[np.int64] | None]:  # fmt: skip
         """Return elements (n, width) with the fault, and the changed bits (n, flips); None for whole numbers.
 
+        Not for "wrong_row".  Raises ValueError for NaN in integers.
         like: a tensor of the elements' type.  slice_numbers: of each element, from 0; the same bits change in
         all elements of a slice.  Without an axis each element is a slice.
         """
@@ -306,7 +310,7 @@ class TargetTensor(NamedTuple):
 
 
 def tensors_in(
-    value: Any, name: str, position: int, fault: Fault, place: SelectedOp
+    value: Any, name: str, position: int, fault: Fault, selected_op: SelectedOp
 ) -> Iterator[TargetTensor]:
     """Yield the dense tensors in a value, or in a list, whose element type can have the fault.
 
@@ -315,12 +319,12 @@ def tensors_in(
     # An op may read or give a list of tensors at one position.
     is_list = isinstance(value, (list, tuple))
     for item, tensor in enumerate(value if is_list else (value,)):
-        dtype = place.dtype(tensor)
+        dtype = selected_op.dtype(tensor)
         reason = None if dtype is None else tensors_of(tensor).unread(tensor)
         if reason is not None:
-            labels = place.labels
+            labels = selected_op.labels
             remark = f"{name} of {labels.type} of {labels.module or labels.source} is skipped: {reason}."
-            place.remarks[remark] = None
+            selected_op.remarks[remark] = None
         elif dtype is not None and tensors_of(tensor).is_dense(tensor) and fault.fits(dtype, tensor.shape):
             if is_list:
                 yield TargetTensor(tensor, dtype, f"{name}[{item}]", position, item)
@@ -351,7 +355,7 @@ class Injection:
     new: Any
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as values for JSON; complex numbers, NaN and Inf are strings."""
+        """Return the fields as values for JSON; `op` in hex, complex numbers, NaN and Inf are strings."""
         fields = {**asdict(self), "op": f"{self.op:#018x}"}
         for name in ("old", "new"):
             if isinstance(fields[name], complex) or not math.isfinite(fields[name]):
@@ -398,7 +402,7 @@ class InjectResult(Result):
         self._unselected_types = sorted(unselected_types)
 
     def counts(self, key: str) -> dict[Any, int]:
-        """Return the number of injections by the value of a field.
+        """Return the number of listed injections by the value of a field.
 
         Args:
             key: Name of the field, such as "phase", "type", "module" or "bits".
@@ -406,7 +410,7 @@ class InjectResult(Result):
         return dict(Counter(getattr(injection, key) for injection in self.injections))
 
     def rows(self) -> Sequence[Sequence[Any]]:
-        """Return a row for each element."""
+        """Return a row for each element, with tuples as texts."""
         return [
             tuple(
                 " ".join(map(str, value)) if isinstance(value, tuple) else value for value in fields.values()

@@ -137,6 +137,9 @@ class CampaignResult(KeyedResult):
 
         Args:
             *outcomes: Such as "sdc"; the shares of several are added.
+
+        Raises:
+            AmandaError: For an unknown outcome.
         """
         trials_with_faults = len(self.trials) - self.count("no_fault")
         return wilson(sum(self.count(outcome) for outcome in outcomes), trials_with_faults)
@@ -182,8 +185,8 @@ class CampaignResult(KeyedResult):
             f"Seed {self.seed}, {self.sites:,} executions of ops with tensors for faults.",
             f"Shares with 95 % confidence intervals (Wilson): {rates or 'no trial had a fault'}.",
         ]
-        if unchanged := self.count("no_fault"):
-            notes.append(f"No element changed in {unchanged:,} trials.")
+        if unchanged_count := self.count("no_fault"):
+            notes.append(f"No element changed in {unchanged_count:,} trials.")
         return notes
 
 
@@ -205,7 +208,7 @@ word for an outcome of its own."""
 
 
 def arrays(output: Any) -> Any:
-    """Return a program's output, with each tensor copied to a NumPy array.
+    """Return a program's output, with each tensor or number copied to a NumPy array.
 
     Mappings become dicts, and lists and tuples lists; other objects are copied.
     """
@@ -222,7 +225,7 @@ def arrays(output: Any) -> Any:
 
 
 def differs(golden: Any, output: Any) -> bool:
-    """Return True if any number differs; NaN equals NaN, and 0.0 equals -0.0.
+    """Return True if any number, shape or other object differs; NaN equals NaN, and 0.0 equals -0.0.
 
     Args:
         golden: Arrays of the run without faults.
@@ -234,6 +237,8 @@ def differs(golden: Any, output: Any) -> bool:
 @checked(error=InjectError)
 def differs_by(rtol: NonNegativeFloat = 1e-5, atol: NonNegativeFloat = 1e-8) -> Compare:
     """Return a comparison that is True if any number differs by more than `atol + rtol * abs(golden)`.
+
+    As by `differs`, NaN equals NaN, and another shape or object is a difference.
 
     Args:
         rtol: Largest relative error that counts as equal.
@@ -248,6 +253,8 @@ def differs_by(rtol: NonNegativeFloat = 1e-5, atol: NonNegativeFloat = 1e-8) -> 
 
 def top1_changed(golden: Any, output: Any) -> bool:
     """Return True if the index of the largest number along the last axis of the first array has changed.
+
+    Also True if a trial gave no array, or an array of another shape.
 
     Args:
         golden: Arrays of the run without faults.
@@ -266,7 +273,7 @@ def top1_changed(golden: Any, output: Any) -> bool:
 
 
 def not_finite(golden: Any, output: Any) -> bool:
-    """Return True if NaN or Inf replaces a finite number."""
+    """Return True if NaN or Inf replaces a finite number, or is in an array of another shape."""
     for golden_array, array in zip_longest(arrays_in(golden), arrays_in(output)):
         # A number that was not finite without the fault is not due to the fault.
         if array is not None and _can_hold_nan(array):

@@ -6,7 +6,7 @@ import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import amanda
 from amanda.options import (
@@ -40,9 +40,6 @@ from amanda.tools.libraries import tree_iter, tree_map
 from amanda.tools.mapping import StandardMapping, weight_gradient
 from amanda.tools.select import Globs, Selection, as_remarks
 from amanda.tools.steps import execution_number
-
-if TYPE_CHECKING:
-    pass
 
 Target = Literal["outputs", "inputs", "weights", "grad_outputs", "grad_inputs", "weight_grads"]
 
@@ -158,8 +155,8 @@ class InjectTool(amanda.Tool):
         result = InjectResult(
             _sorted_items(self._ordered_injections), self._changed_count, executions, unselected_types
         )
-        unread = dict.fromkeys(sentence for op in self._all_selected_ops() for sentence in op.remarks)
-        result.remarks = [*as_remarks(self.unmatched()), *unread]
+        unread_remarks = dict.fromkeys(sentence for op in self._all_selected_ops() for sentence in op.remarks)
+        result.remarks = [*as_remarks(self.unmatched()), *unread_remarks]
         return result
 
     def __getstate__(self) -> dict[str, Any]:
@@ -173,7 +170,7 @@ class InjectTool(amanda.Tool):
         return {**vars(self), **records, "_executions_of_deleted": self._all_executions()}
 
     def _all_executions(self) -> int:
-        """Return the number of executions, also of ops that are gone."""
+        """Return the number of executions of selected ops, also of those that are gone."""
         return self._executions_of_deleted + sum(op.executions for op in self._all_selected_ops())
 
     def options(self) -> dict[str, Any]:
@@ -200,7 +197,7 @@ class InjectTool(amanda.Tool):
             selected_op.executions = 0
 
     def op_gone(self, op_id: int) -> None:
-        """Drop the record of an op, but keep the number of its executions."""
+        """Drop the records of a forward op and its backward ops, but keep the numbers of their executions."""
         self._first_backward_op_by_forward_op.pop(op_id, None)
         self._executions_of_deleted += sum(
             op.executions for op in self._selected_ops_by_forward_op.pop(op_id, {}).values()
@@ -210,13 +207,16 @@ class InjectTool(amanda.Tool):
         """Return the records of all ops that live; copies, as another thread may add some."""
         return [
             selected_op
-            for places in list(self._selected_ops_by_forward_op.values())
-            for selected_op in list(places.values())
+            for selected_op_by_id in list(self._selected_ops_by_forward_op.values())
+            for selected_op in list(selected_op_by_id.values())
         ]
 
     @contextmanager
     def calibrating(self) -> Iterator[None]:
-        """Record the executions that can have faults, in a context without faults; `sites` lists them."""
+        """Record the executions that can have faults, in a context without faults; `sites` lists them.
+
+        Forgets the injections, and the site of `try_at`: afterwards faults hit all sites.
+        """
         self._begin_calibration()
         try:
             yield
@@ -239,7 +239,7 @@ class InjectTool(amanda.Tool):
         return _sorted_items(self._ordered_sites)
 
     def try_at(self, trial: int, site: Site | None) -> None:
-        """Forget the injections, and inject faults at one site, or at all sites, from now on.
+        """Forget injections and `sites`, and inject faults at one site, or at all sites, from now on.
 
         Args:
             trial: Number that varies the random choice.
@@ -291,7 +291,7 @@ class InjectTool(amanda.Tool):
             )  # fmt: skip
 
     def _selects_by_forward(self, context: amanda.OpContext, kind: str) -> bool:
-        """Return True if the forward op's type selects this one of its backward ops: see `type`."""
+        """Return True if the forward op's type selects this backward op, of several the first analysed."""
         # Adding up a leaf's gradient belongs to no forward op.
         if kind == "accumulate_grad" or not self._selection.fits(context):
             return False
@@ -316,7 +316,7 @@ class InjectTool(amanda.Tool):
         is_target: Callable[[int, Any], bool] = lambda position, value: True,
         run: dict[Any, Any] | None, recomputed: bool,
     ) -> Any:  # fmt: skip
-        """Return the values of an execution with faults; None without faults, or to record its site alone.
+        """Count an execution; return its values with faults, or None without, or to record its site alone.
 
         positions: of the values among the op's inputs, outputs or gradients; None for all in order.
         """
@@ -367,13 +367,13 @@ class InjectTool(amanda.Tool):
             if not len(tensor_units):
                 continue
             units_in_tensor = tensor_units - first_unit
-            faulty = self._add_fault(tensor, units_in_tensor, selected_op, execution, random, recomputed)
+            new_tensor = self._add_fault(tensor, units_in_tensor, selected_op, execution, random, recomputed)
             if tensor.item is None:
-                results[tensor.position] = faulty
+                results[tensor.position] = new_tensor
             else:
                 # A copy of the list: the program may hold the original.
                 results[tensor.position] = [*results[tensor.position]]
-                results[tensor.position][tensor.item] = faulty
+                results[tensor.position][tensor.item] = new_tensor
         return tuple(results)
 
     def _make_random(self, op: int, execution: int) -> np.random.Generator:
@@ -393,23 +393,23 @@ class InjectTool(amanda.Tool):
 
         The recomputation of a checkpoint has the same fault, and no further record.
         """
-        xp, dtype, axis = tensors_of(tensor.value), tensor.dtype, self._fault.axis
+        tensors, dtype, axis = tensors_of(tensor.value), tensor.dtype, self._fault.axis
         positions_of_units = tensor.positions(units, axis)
         positions = positions_of_units.ravel()
-        old_bytes = xp.bytes_at(tensor.value, positions)
+        old_bytes = tensors.bytes_at(tensor.value, positions)
         bits = None
         if self._fault.kind == "wrong_row":
             row_count = tensor.unit_count(axis)
             # From 1 on: the row itself would be no fault.
             other_rows = (units + random.integers(1, row_count, size=len(units))) % row_count
-            new_bytes = xp.bytes_at(tensor.value, tensor.positions(other_rows, axis).ravel())
+            new_bytes = tensors.bytes_at(tensor.value, tensor.positions(other_rows, axis).ravel())
         else:
             # All elements of a slice change the same bits, as a stuck line of memory does.
             slice_numbers = np.broadcast_to(np.arange(len(units))[:, None], positions_of_units.shape).ravel()
             new_bytes, bits = self._fault.apply(old_bytes, dtype, tensor.value, random, slice_numbers)
         if not recomputed:
             self._record_injections(tensor, positions, bits, old_bytes, new_bytes, selected_op, execution)
-        return xp.with_bytes(tensor.value, positions, new_bytes)
+        return tensors.with_bytes(tensor.value, positions, new_bytes)
 
     def _record_injections(
         self, tensor: TargetTensor, positions: Any, bits: Any, old_bytes: Any, new_bytes: Any,
@@ -453,12 +453,12 @@ class MemorySnapshot(amanda.Tool):
         self.add_inst_for_op(self._instrument)
 
     def clear(self) -> None:
-        """Drop all copies."""
-        self._restorers: dict[Any, Callable[[], None]] = {}
-        self._new_memory: set[Any] = set()
+        """Drop all copies, and forget which memory the program allocated."""
+        self._restorers: dict[Any, Callable[[], None]] = {}  # by the key of the saved memory
+        self._new_memory: set[Any] = set()  # keys of what the program allocated
 
     def restore(self) -> None:
-        """Restore the saved memory."""
+        """Restore the saved memory; the copies stay, for the next run."""
         # Copies back are not ops of the program.
         with amanda.disabled():
             for restore in self._restorers.values():

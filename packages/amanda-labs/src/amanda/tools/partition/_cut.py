@@ -84,7 +84,8 @@ def cut_in_order(work: StepWork, request: CutRequest) -> Stages:
     Source: Narayanan et al. 2019 (PipeDream), sec. 3.1; Zheng et al. 2022 (Alpa), sec. 5.
     """
     orders = [
-        _OrderedOps(work.reordered(order), request, np.array(order)) for order in _topological_orders(work)
+        _OrderedOps(work.reordered(positions), request, np.array(positions))
+        for positions in _topological_orders(work)
     ]
     # First the least load alone, then the fewest bytes among all cuts within the tolerance of it.
     least_load_by_order = [order.find_least_load() for order in orders]
@@ -223,8 +224,9 @@ def _read_stage_starts(last_start: NDArray[np.int64]) -> Iterator[int]:
 def min_cut(work: StepWork, request: CutRequest) -> Stages:
     """Cut into two sides with few bytes between them, none slower than half by more than `tolerance`.
 
-    Raises PartitionError where no such sides are found.  Source: Yang & Wong 1996, "Efficient network flow
-    based min-cut balanced partitioning".
+    Returns 0 or 1 for each op, and makes two sides whatever `stages` says.  Raises PartitionError where no
+    such sides are found.  Source: Yang & Wong 1996, "Efficient network flow based min-cut balanced
+    partitioning".
     """
     candidates: list[tuple[float, list[int]]] = []  # bytes between the sides, positions of the first side
     for order in _topological_orders(work):
@@ -416,6 +418,7 @@ class Plan:
 
         Raises:
             PartitionError: For another file.
+            FileError: Where the file cannot be read.
         """
         return read_json(path, "file that partition saved, partition.json", cls._from_json, PartitionError)
 
@@ -444,6 +447,8 @@ class Plan:
         self, model: Any, mb_args: tuple[Any, ...], mb_kwargs: Mapping[str, Any] | None = None
     ) -> Pipeline:
         """Return the model of PyTorch, cut into the stages of this plan.
+
+        The model is exported, for which its ops run once; no tool sees them.
 
         Args:
             model: The model whose trace was cut.

@@ -80,7 +80,10 @@ def send(connection: Connection[Any, Any], header: Mapping[str, Any], tensors: P
 
 
 def receive(connection: Connection[Any, Any]) -> tuple[dict[str, Any], PackedTensors]:
-    """Wait for a message of `send`, and return it; raise ProtectError if it has not the declared length."""
+    """Wait for a message of `send`, and return it; raise ProtectError if it has not the declared length.
+
+    Raises EOFError once the other side has hung up.
+    """
     message = connection.recv_bytes()
     header_end = 4 + int.from_bytes(message[:4], "little")
     header = json.loads(message[4:header_end])
@@ -88,10 +91,10 @@ def receive(connection: Connection[Any, Any]) -> tuple[dict[str, Any], PackedTen
         TensorHeader(fields[0], tuple(fields[1]), tuple(fields[2]), fields[3])
         for fields in header.pop("tensors")
     ]
-    declared = header_end + sum(tensor_header.size for tensor_header in tensor_headers)
+    declared_size = header_end + sum(tensor_header.size for tensor_header in tensor_headers)
     # Short messages are padded.
-    if max(declared, _MIN_MESSAGE_BYTES) != len(message):
-        raise ProtectError(f"a message declares {declared:,} bytes and has {len(message):,}")
+    if max(declared_size, _MIN_MESSAGE_BYTES) != len(message):
+        raise ProtectError(f"a message declares {declared_size:,} bytes and has {len(message):,}")
     tensors, begin = [], header_end
     content = np.frombuffer(message, np.uint8)
     for tensor_header in tensor_headers:
@@ -104,7 +107,8 @@ def receive(connection: Connection[Any, Any]) -> tuple[dict[str, Any], PackedTen
 class ProcessLink:
     """The protected process, and the authenticated connection to it; one call at a time.
 
-    settings: sent to the process as it starts.  Raises ProtectError if the process does not start.
+    The constructor starts the process, and raises ProtectError if it does not start.
+    settings: sent to the process as it starts.
     """
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
@@ -156,7 +160,7 @@ class ProcessLink:
         # Autograd's threads call too, and an answer belongs to the message before it.
         with self._lock:
             try:
-                sent = send(self._connection, header, tensors)
+                sent_bytes = send(self._connection, header, tensors)
                 answer, results = receive(self._connection)
             except (EOFError, OSError) as error:
                 raise ProtectError(
@@ -166,10 +170,10 @@ class ProcessLink:
         # The process lives on: only this op has failed.
         if "error" in answer:
             raise ProtectError(answer["error"])
-        return answer, results, sent + sum(tensor_header.size for tensor_header, _ in results)
+        return answer, results, sent_bytes + sum(tensor_header.size for tensor_header, _ in results)
 
     def close(self) -> None:
-        """End the process."""
+        """Hang up, by which the process ends; kill it if it has not ended after 10 seconds."""
         self._connection.close()
         self._wait_or_kill(10.0)
 
@@ -211,9 +215,9 @@ def pack_tensor(tensor: Any) -> tuple[TensorHeader, RawBytes]:
     tensor = tensor.detach()
     order = tuple(sorted(range(tensor.dim()), key=lambda axis: -tensor.stride(axis)))
     # In memory order a dense tensor is contiguous, also with channels last, and comes back with its strides.
-    flat = tensor.permute(order).contiguous().reshape(-1).view(torch.uint8)
+    flat_bytes = tensor.permute(order).contiguous().reshape(-1).view(torch.uint8)
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return TensorHeader(dtype, tuple(tensor.shape), order, flat.numel()), flat.numpy()
+    return TensorHeader(dtype, tuple(tensor.shape), order, flat_bytes.numel()), flat_bytes.numpy()
 
 
 def unpack_tensor(header: TensorHeader, content: RawBytes) -> Any:
@@ -227,7 +231,7 @@ def unpack_tensor(header: TensorHeader, content: RawBytes) -> Any:
 
 
 def serve(settings: Mapping[str, Any]) -> None:
-    """Answer the messages of the one program that knows the key, until it hangs up.
+    """Answer the messages of the one program that knows the key, until it hangs up; ignore Ctrl-C.
 
     settings: threads of torch, address to listen at, and the key, as ProcessLink writes them.
     """
@@ -288,7 +292,7 @@ class Enclave:
         self._torch = torch
         self._parameters: dict[str, Any] = {}
         self._executions: dict[int, _Execution] = {}
-        self._pass_gradients: dict[int, dict[str, Any]] = {}
+        self._pass_gradients: dict[int, dict[str, Any]] = {}  # by backward pass, then by parameter
         self._optimizers: dict[int, Any] = {}
 
     def hold(self, tensors: PackedTensors, path: str, trained: bool) -> tuple[Any, Any]:
@@ -309,6 +313,7 @@ class Enclave:
 
         If an output is not a tensor, the answer names the type of the first such output, and has no tensors.
         It has none either for an op in place that gives back a parameter.
+        random: the last tensor is the state of the generator to draw from, and so is that of the answer.
         trained: for each tensor, True if it needs a gradient.  dropped_executions, failed_passes: to forget.
         """
         torch = self._torch
@@ -370,6 +375,7 @@ class Enclave:
     ) -> tuple[Any, Any]:
         """Return the gradients of an op's arguments; keep those of parameters until the pass ends.
 
+        The answer also lists the parameters that have gradients in this pass so far.
         tensors: gradients of the op's outputs at the positions in `outputs`.
         """
         # By pass: a gradient becomes the parameter's only if the whole pass succeeds.
@@ -418,6 +424,7 @@ class Enclave:
         """Step the optimizer of this number and name, which the first step constructs, on its parameters.
 
         groups: for each parameter group, `paths`, whether each has a gradient in the program, and `options`.
+        Gradients that the program has not are dropped first.
         Raises ProtectError if a group has not as many parameters as at the first step.
         """
         if optimizer not in self._optimizers:

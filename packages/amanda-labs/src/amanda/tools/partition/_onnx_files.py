@@ -32,6 +32,7 @@ def write_stages(
     """Write a file for each stage, and return the result, which is saved beside them.
 
     measured: costs of sessions that ran the model; None for FLOPs by shapes.  about: notes for each file.
+    Raises PartitionError if no cut meets the request, ArtefactError if another model was measured.
     """
     graph = FileGraph(source)
     if request.stages > len(graph.ops):
@@ -49,7 +50,10 @@ def write_stages(
 def write_protected(
     selection: Selection, text: str, source: Path, folder: Path, analyse: Analyse, about: Mapping[str, Any]
 ) -> PartsResult:
-    """Write files of protected and public ops by turns; return the result.  text: of the user's selection."""
+    """Write files of protected and public ops by turns; return the result, which is saved beside them.
+
+    text: of the user's selection.  Raises PartitionError and ProtectError as `assign_parts` does.
+    """
     tool = FileFactsTool(FileGraph(source), selection)
     analyse(tool)
     part_of_op, kinds, remarks = assign_parts(tool, selection, text, source.parent)
@@ -101,8 +105,8 @@ def assign_parts(
     graph = tool.graph
     is_selected = [tool.facts(i).selected for i in range(len(graph.ops))]
     if not any(is_selected):
-        why = "; ".join(selection.unmatched()) or "the ops that it fits compute with constants alone"
-        raise PartitionError(f"protect={text!r} selects no op of the file: {why}")
+        reason = "; ".join(selection.unmatched()) or "the ops that it fits compute with constants alone"
+        raise PartitionError(f"protect={text!r} selects no op of the file: {reason}")
     alternating_parts = _alternating_parts(graph, is_selected)
     # Part 0 has no op if the first op is protected, so parts are numbered anew.
     used_parts = sorted(set(alternating_parts))
@@ -207,7 +211,7 @@ def _may_be_public(graph: FileGraph, name: str, folder: Path) -> bool:
 
 
 def _constant_bytes(graph: FileGraph, name: str, folder: Path) -> bytes:
-    """Return the values of a constant as bytes; no bytes for a computed value or one number repeated."""
+    """Return the values of a constant as bytes; no bytes for computed, sparse or equal values."""
     tensor = graph.constant_tensor(name)
     if tensor is None:
         return b""
@@ -224,7 +228,8 @@ def extract_part(tool: FileFactsTool, positions: Sequence[int], is_last: bool) -
     """Return a model of some ops, with the constants and initializers that they read.
 
     Its outputs are the values that ops of other parts read, and outputs of the whole model; the last part
-    also has outputs that are constants or inputs of the whole model.
+    also has outputs that are constants or inputs of the whole model.  Raises ArtefactError for a value of
+    unknown type that crosses.
     """
     graph, part_positions = tool.graph, set(positions)
     reads = [name for i in positions for name in graph.ops[i].reads]

@@ -54,15 +54,16 @@ class FileOp:
 
 
 class FileGraph:
-    """The outermost graph of a model: ops, constant nodes and values by name; external data stay in files.
+    """The outermost graph of a model in a file: ops, constant nodes and values by name.
 
+    Functions of the model are inlined; external data stay in their files.
     ops: nodes that depend on inputs of the model, or are random, in the order of the file.
     constants: the other nodes, by their outputs; each part that reads such an output has a copy of the node.
     inputs, declared: inputs of the model, and initializers that old files declare as inputs too.
     """
 
     def __init__(self, path: Path) -> None:
-        # Functions of the model are inlined: a cut may go through them.
+        # A cut may go through functions.
         self.proto: ModelProto = inlined(read_onnx(path, ArtefactError, data=False))
         graph = self.proto.graph
         self.initializers = {tensor.name: tensor for tensor in graph.initializer}
@@ -84,7 +85,10 @@ class FileGraph:
         self._sort_nodes(initializer_names - self.inputs.keys())
 
     def _sort_nodes(self, constant_names: set[str]) -> None:
-        """Add each node to the ops or to the constants.  constant_names: initializers that nobody feeds."""
+        """Add each node to the ops or to the constants.
+
+        constant_names: initializers that nobody feeds; outputs of constants are added to them.
+        """
         for number, node in enumerate(self.proto.graph.node):
             # Bodies of control flow read values of this graph too.
             op = FileOp(number, node, tuple(dict.fromkeys(reads_of(node))))
@@ -206,7 +210,7 @@ class FileFactsTool(amanda.Tool):
         self.ops: dict[str, FileOpFacts] = {}
         self.types: dict[str, onnx.TypeProto] = {}
         self.unknown: Counter[str] = Counter()
-        self._outermost_op: FileOpFacts | None = None
+        self._outermost_op: FileOpFacts | None = None  # the last op outside of bodies, None before the first
         self.depends_on(StandardMapping(), MappingTool([["*", self._use_inferred_shapes]]), FlopsTool())
         self.add_inst_for_op(self._record_op, require_outputs=True)
 
@@ -221,7 +225,10 @@ class FileFactsTool(amanda.Tool):
         context["shape"] = shape
 
     def _record_op(self, context: amanda.OpContext) -> None:
-        """Record the facts of an op and the types of its values; ops of a body count for the op around it."""
+        """Record the facts of an op and the types of its values, and count an op without FLOPs.
+
+        Ops of a body count for the op around it.
+        """
         first_output = first_output_of(context.get_op().node)
         is_outermost = first_output in self.graph.producer_of or first_output in self.graph.constants
         if is_outermost:  # ops in bodies come after the op around them, and add to its facts

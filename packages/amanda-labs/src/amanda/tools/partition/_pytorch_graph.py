@@ -33,6 +33,8 @@ class CutGraph:
     def __call__(self, module: Any) -> Any:
         """Order the nodes of a graph module by their stages, with a split mark between two stages.
 
+        Changes and returns the module itself, without unread parameters, and with nodes that hand values on
+        from stage to stage or clone those that are written.
         Raises PartitionError for a graph of another model than the plan's, and for values that cannot cross.
         """
         self._graph = module.graph
@@ -80,7 +82,7 @@ class CutGraph:
         self._root_frame = dict(list(first_stack.items())[:1])
 
     def _order_by_stages(self) -> None:
-        """Move the nodes into the order of their stages, with a split mark between two stages."""
+        """Move the nodes into the order of their stages, with a split mark between two; set module frames."""
         from torch.distributed.pipelining._IR import aten_pipe_split_alias
 
         output = self._output
@@ -240,11 +242,11 @@ def _stages_of_nodes(plan: Plan, nodes: Sequence[Any]) -> dict[Any, int]:
 
 def _match_planned_stages(plan: Plan, nodes: Sequence[Any]) -> dict[Any, int]:
     """Return the stage of each node that matches an op of the plan, by their types and modules, in order."""
-    planned = [(op.type, op.module) for op in plan.ops]
-    exported = [(trace_type(node), module_of(node)) for node in nodes]
+    plan_keys = [(op.type, op.module) for op in plan.ops]
+    node_keys = [(trace_type(node), module_of(node)) for node in nodes]
     # The exporter adds and removes ops, so positions differ from the trace; the longest common runs agree.
     # Without autojunk, which would drop ops that occur often.
-    matcher = SequenceMatcher(None, planned, exported, autojunk=False)
+    matcher = SequenceMatcher(None, plan_keys, node_keys, autojunk=False)
     return {
         nodes[block.b + i]: plan.ops[block.a + i].stage
         for block in matcher.get_matching_blocks()
@@ -303,10 +305,10 @@ def memory_roots(nodes: Iterable[Any]) -> dict[Any, Any]:
     """Return for each node the first node in the same memory, such as the tensor of a view."""
     root_of_node = dict[Any, Any]()
     for node in nodes:
-        aliased = [argument for argument, _ in _aliased_arguments(node)] if node.op == "call_function" else []
+        aliases = [argument for argument, _ in _aliased_arguments(node)] if node.op == "call_function" else []
         if node.target is operator.getitem:  # an element of a tuple, which is in the tuple's memory
-            aliased = list(node.all_input_nodes)
-        root_of_node[node] = root_of_node[aliased[0]] if aliased else node
+            aliases = list(node.all_input_nodes)
+        root_of_node[node] = root_of_node[aliases[0]] if aliases else node
     return root_of_node
 
 
@@ -320,11 +322,11 @@ def remove_copies_onto_themselves(graph: Any) -> None:
     """Remove assignments of a buffer to itself, after an op has written it in place (`n += 1`)."""
     for node in list(graph.nodes):
         if is_assignment(node):
-            buffer, assigned = node.args
+            buffer, value = node.args
             # Back along a chain of ops in place: each gives back its first argument.
-            while assigned is not buffer and assigned.op == "call_function" and _is_in_place(assigned):
-                assigned = assigned.args[0]
-            if assigned is buffer:
+            while value is not buffer and value.op == "call_function" and _is_in_place(value):
+                value = value.args[0]
+            if value is buffer:
                 graph.erase_node(node)
 
 

@@ -32,8 +32,8 @@ _REQUIRED = RequiredNames(
 class Pipeline:
     """A model in stages, each for a process of a group; `pipe` is its `torch.distributed.pipelining.Pipe`.
 
-    `stage` returns the stage of this process, `schedule` its training schedule, and `write_back` copies
-    trained values into the model.
+    The constructor exports the model, for which its ops run once.  `stage` returns the stage of this process,
+    `schedule` its training schedule, and `write_back` copies trained values into the model.
 
     Args:
         plan: The cut, by the ops of a trace.
@@ -93,37 +93,43 @@ class Pipeline:
         # Compared by the first path of a parameter, as a tied one has several.
         first_path_by_id = {id(parameter): path for path, parameter in self._model.named_parameters()}
         # Buffers, which have None here, are not compared.
-        first_path = {path: first_path_by_id.get(id(value)) for path, value in _tensors_by_name(self._model)}
+        first_path_of = {
+            path: first_path_by_id.get(id(value)) for path, value in _tensors_by_name(self._model)
+        }
         for stage, tensors in enumerate(self._stage_tensors):
             planned_paths = [path for path, stages in self.plan.parameters.items() if stage in stages]
             # A path that the model lacks stays, and shows the difference.
-            planned = {name for path in planned_paths if (name := first_path.get(path, path)) is not None}
-            exported = {name for path in tensors if (name := first_path.get(path)) is not None}
-            if planned != exported:
+            planned_names = {
+                name for path in planned_paths if (name := first_path_of.get(path, path)) is not None
+            }
+            stage_names = {name for path in tensors if (name := first_path_of.get(path)) is not None}
+            if planned_names != stage_names:
                 raise PartitionError(
                     f"stage {stage} of the plan and of the exported model read other parameters: "
-                    f"{sorted(planned - exported)[:3]} are the plan's alone, "
-                    f"{sorted(exported - planned)[:3]} are the model's alone; trace the same model, in the "
-                    "same mode, with inputs of the same form"
+                    f"{sorted(planned_names - stage_names)[:3]} are the plan's alone, "
+                    f"{sorted(stage_names - planned_names)[:3]} are the model's alone; trace the same model, "
+                    "in the same mode, with inputs of the same form"
                 )
 
     @property
     def shared(self) -> Mapping[str, Mapping[int, str]]:
         """Return for each parameter that several stages hold, by path, its path in each of these stages."""
         model_tensors = dict(_tensors_by_name(self._model))
-        # Paths by stage, of each tensor by its id: a tied parameter has several paths in the model.
-        path_by_stage = defaultdict[int, dict[int, str]](dict)
+        # By id of the tensor: a tied parameter has several paths in the model.
+        paths_by_id = defaultdict[int, dict[int, str]](dict)
         for stage, tensors in enumerate(self._stage_tensors):
             for path in tensors:
                 if path in model_tensors:
-                    path_by_stage[id(model_tensors[path])][stage] = path
+                    paths_by_id[id(model_tensors[path])][stage] = path
         return {
-            path: path_by_stage[id(parameter)] for path, parameter in self._model.named_parameters()
-            if len(path_by_stage[id(parameter)]) > 1
+            path: paths_by_id[id(parameter)] for path, parameter in self._model.named_parameters()
+            if len(paths_by_id[id(parameter)]) > 1
         }  # fmt: skip
 
     def stage(self, device: Any = "cpu", group: Any = None) -> Any:
         """Return the `PipelineStage` of this process, whose number is its rank in the group.
+
+        All processes of the group have to call this: they compare their plans.
 
         Args:
             device: Device of the stage.
@@ -173,7 +179,8 @@ class Pipeline:
     ) -> Any:
         """Return the schedule of the plan for a stage, a `ScheduleGPipe` or `Schedule1F1B`.
 
-        Its `step` also adds up the gradients of parameters that several stages hold.
+        Its `step` also adds up the gradients of parameters that several stages hold.  With a loss, all
+        processes that hold these have to call this, which creates their groups.
 
         Args:
             stage: The result of `stage`.
@@ -213,6 +220,8 @@ class Pipeline:
 
     def write_back(self, stage: Any) -> None:
         """Write the values of all stages, as they are now, into the model of every process of the group.
+
+        All of these processes have to call this.
 
         Args:
             stage: The result of `stage`.

@@ -44,12 +44,12 @@ class Protection:
 
     def __init__(self) -> None:
         _REQUIRED.check()
-        self.traffic: dict[tuple[str, int], OpTraffic] = {}
+        self.traffic: dict[tuple[str, int], OpTraffic] = {}  # by phase, and by op, parameter or optimizer
         self.dropped_executions: list[int] = []
         self.stand_ins, self.passes = ParameterStandIns(), BackwardPasses()
         self._optimizers = ProtectedOptimizers(self.stand_ins)
-        self._numbers = itertools.count()
-        self._process: weakref.finalize[Any, Any] | None = None
+        self._numbers = itertools.count()  # of executions
+        self._finalizer: weakref.finalize[Any, Any] | None = None  # ends the process; None before it starts
 
     @cached_property
     def link(self) -> ProcessLink:
@@ -66,14 +66,14 @@ class Protection:
                 protection._before_step(optimizer, args, kwargs)
 
         hook = register_optimizer_step_pre_hook(before_step)
-        self._process = weakref.finalize(self, _close_lost_link, link, hook)
-        self._process.atexit = False  # the process ends when the program hangs up
+        self._finalizer = weakref.finalize(self, _close_lost_link, link, hook)
+        self._finalizer.atexit = False  # the process ends when the program hangs up
         return link
 
     @property
     def pid(self) -> int | None:
         """Return the id of the process; None as long as none was started."""
-        return self.link.pid if self._process is not None else None
+        return self.link.pid if self._finalizer is not None else None
 
     def traffic_record(self, phase: str, key: int, kind: str, module: str, source: str) -> OpTraffic:
         """Return the record of the tensors that cross at an op; create it if there is none."""
@@ -138,7 +138,7 @@ class Protection:
         return {"dropped_executions": dropped_executions, "failed_passes": failed_passes}
 
     def _before_step(self, optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Step the optimizer's protected parameters in the process; no effect if it has none."""
+        """Step the optimizer's protected parameters in the process, and record it; no effect without any."""
         header = self._optimizers.step_message(optimizer, args, kwargs)
         if header is not None:
             _, _, size = self.link.call(header)
@@ -155,7 +155,10 @@ class Protection:
         return not stand_ins or any(id(stand_in.tensor) in model_ids for stand_in in stand_ins)
 
     def release(self) -> None:
-        """Bring the values back, and end the process.  Raises ProtectError if the process has died."""
+        """Bring the values back without their gradients, end the process, and forget the stand-ins.
+
+        Raises ProtectError if the process has died.
+        """
         import torch
 
         try:
@@ -168,13 +171,13 @@ class Protection:
         finally:
             # Also if the process has died: the tool can be used again.
             self.stand_ins.clear()
-            if self._process is not None and (finalizer := self._process.detach()) is not None:
-                _, _, (link, hook), _ = finalizer
+            if self._finalizer is not None and (detached := self._finalizer.detach()) is not None:
+                _, _, (link, hook), _ = detached  # the arguments of `_close_lost_link`
                 _close_link(link, hook)
 
 
 def _close_lost_link(link: ProcessLink, hook: Any) -> None:
-    """End a process that nobody can reach any more."""
+    """Warn of lost parameters, and end the process that nobody can reach any more."""
     logger.warning(
         "protect: the tool was dropped without finalize(model); the parameters in process %s are lost",
         link.pid,
@@ -207,7 +210,10 @@ class MessageInputs:
         self.encoded = [self._encode(value) for value in values]
 
     def _encode(self, value: Any) -> Any:
-        """Return a value for JSON, and collect its tensors; `Enclave._decode_input` is the inverse."""
+        """Return a value for JSON, and collect its tensors; `Enclave._decode_input` is the inverse.
+
+        Raises ProtectError for a value that cannot be sent, and as `ParameterStandIn.check` does.
+        """
         import torch
 
         if isinstance(value, torch.Tensor):
@@ -255,7 +261,8 @@ class ProtectedExecution:
     def forward(self, header: dict[str, Any], arguments: Sequence[Any]) -> tuple[Any, ...]:
         """Run the op in the process, return its outputs, and set the facts of the outputs from the answer.
 
-        header: of the message.  Raises ProtectError for an op that returns other things than tensors.
+        header: of the message.  Records the traffic, and advances the program's generator for a random op.
+        Raises ProtectError for an op that returns other things than tensors.
         """
         import torch
 
@@ -284,6 +291,7 @@ class ProtectedExecution:
         """Let the process compute and yield the gradients of the sent tensors that need one, in their order.
 
         None for a tensor that the outputs do not depend on.  output_gradients: None where there is none.
+        Records the traffic, and the parameters that have gradients in this backward pass.
         """
         import torch
 
@@ -318,6 +326,8 @@ def _autograd_function() -> Any:
     import torch
 
     class Protected(torch.autograd.Function):
+        """An op in the process, as autograd has it: the gradients of its arguments are computed there too."""
+
         @staticmethod
         def forward(
             ctx: Any, execution: ProtectedExecution, header: dict[str, Any], sent_count: int, *tensors: Any

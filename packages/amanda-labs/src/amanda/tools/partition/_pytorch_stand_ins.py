@@ -99,8 +99,9 @@ class ParameterStandIns:
     def adopt(self, context: amanda.OpContext, hold: HoldTensor) -> None:
         """Move the parameters and buffers that a selected op reads to the process by `hold`.
 
-        Parameters that were moved before stay there.  Raises ProtectError for a tensor off the CPU, a
-        parameter that an op outside the selection has read, and an op that reads parameters alone.
+        Parameters that were moved before stay there.  Raises ProtectError under autocast, for a tensor off
+        the CPU or not dense, a parameter that an op outside the selection has read or that shares its memory,
+        and an op that reads parameters alone.
         """
         import torch
 
@@ -189,7 +190,8 @@ class ProtectedOptimizers:
     ) -> Mapping[str, Any] | None:
         """Return the message that steps an optimizer's protected parameters; None where it has none.
 
-        args, kwargs: of its `step`.  Raises ProtectError for an optimizer that the process does not know.
+        args, kwargs: of its `step`.  Numbers an optimizer at its first step.  Raises ProtectError for one
+        that the process does not know or that has stepped before, and for gradients that the program wrote.
         """
         stand_ins_by_group = [
             [stand_in for stand_in in map(self._stand_ins.find, group["params"]) if stand_in]

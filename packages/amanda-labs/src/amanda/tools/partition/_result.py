@@ -92,7 +92,10 @@ class PartitionResult(PlottedResult):
 
     @cached_property
     def stage_of(self) -> Stages | None:
-        """Return the stage of each forward op of the graph, in their order; None where nothing ran."""
+        """Return the stage of each forward op of the graph, in their order; None where nothing ran.
+
+        The first read computes the cut; raises PartitionError if no cut meets the request.
+        """
         return cut(self.work, self.request) if self.work.ops else None
 
     @cached_property
@@ -148,7 +151,10 @@ class PartitionResult(PlottedResult):
 
     @cached_property
     def readers(self) -> Mapping[str, Sequence[int]]:
-        """Return the stages that read each parameter or buffer, by its path; {} if nothing was executed."""
+        """Return the stages that read each parameter or buffer, by its path; {} if nothing was executed.
+
+        One without a name is "tensor" and its index.
+        """
         stages_by_path: dict[str, Sequence[int]] = {}
         if self.stage_of is not None:
             for index, reader_positions in self.work.parameters.items():
@@ -400,10 +406,10 @@ class StageChain:
     ) -> None:
         from onnxruntime import InferenceSession
 
-        plan = Path(folder, "partition.json")
+        plan_path = Path(folder, "partition.json")
         self.outputs: list[str]
         files, self.outputs = read_json(
-            plan, "plan of files that amanda instrument wrote", _read_plan, ArtefactError
+            plan_path, "plan of files that amanda instrument wrote", _read_plan, ArtefactError
         )
         self.sessions = [InferenceSession(Path(folder, file), options, list(providers)) for file in files]
 
@@ -417,8 +423,8 @@ class StageChain:
         Raises:
             ArtefactError: For a name that is no output.
         """
-        requested = self.outputs if output_names is None else list(output_names)
-        unknown_names = [name for name in requested if name not in self.outputs]
+        requested_names = self.outputs if output_names is None else list(output_names)
+        unknown_names = [name for name in requested_names if name not in self.outputs]
         if unknown_names:
             raise ArtefactError(
                 f"there is no output {unknown_names[0]!r}; there are {', '.join(self.outputs)}"
@@ -434,9 +440,9 @@ class StageChain:
             outputs = session.run(names, {name: values[name] for name in input_names[number] & values.keys()})
             values |= zip(names, outputs, strict=True)
             # Activations of earlier parts are freed as early as in one session.
-            names_needed = set(requested).union(*input_names[number + 1 :])
+            names_needed = set(requested_names).union(*input_names[number + 1 :])
             values = {name: value for name, value in values.items() if name in names_needed}
-        return [values[name] for name in requested]
+        return [values[name] for name in requested_names]
 
 
 def _read_plan(plan: Any) -> tuple[list[str], list[str]]:

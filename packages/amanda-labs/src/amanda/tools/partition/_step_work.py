@@ -56,6 +56,7 @@ class StepWork:
         self.ops = [op for op in graph.ops if op.phase == "forward"] if ops is None else ops
         self.has_backward = any(op.phase == "backward" for op in graph.ops)
         self.unstaged_ops = sum(op.phase not in ("forward", "backward") for op in graph.ops)
+        # By index of the op; a backward op has the position of its forward op.
         self._position = {op.index: i for i, op in enumerate(self.ops)}
         for op in graph.ops:
             # A backward op runs on the device that holds what its forward op has saved.
@@ -68,7 +69,7 @@ class StepWork:
         self.total = self.forward + self.backward
 
     def reordered(self, order: Sequence[int]) -> StepWork:
-        """Return the same work with the forward ops at these positions, in this order."""
+        """Return the same work with the forward ops at these positions, in this order, without remarks."""
         return StepWork(self.graph, self._costs, self.unit, ops=[self.ops[i] for i in order])
 
     @property
@@ -191,8 +192,8 @@ def work_in_seconds(graph: Graph, profile: ProfileResult, steps: int) -> StepWor
     # `own` is self time in nanoseconds, so that an op within another counts once.
     sums = (((place.phase, place.type, place.op_id), place.own / 1e9) for place in profile.ops)
     costs = _cost_by_op(graph, sums, lambda op: (op.phase, op.type, op.id), steps)
-    untimed = sum(place.calls - place.timed for place in profile.ops)
-    remarks = [f"{untimed:,} executions have no time and count as 0."] if untimed else []
+    untimed_count = sum(place.calls - place.timed for place in profile.ops)
+    remarks = [f"{untimed_count:,} executions have no time and count as 0."] if untimed_count else []
     return StepWork(graph, costs, "s", remarks)
 
 

@@ -132,10 +132,12 @@ class PartitionTool(amanda.Tool, Generic[ResultT]):
 
     `amanda.instrument` of an ONNX file with this tool writes `partition.json` and a file for each stage, or
     for the ops before, in and after the protected part; `StageChain` runs these files, and `result` is then
-    a `PartsResult`.
+    a `PartsResult`.  The first read of a result's stages computes them, and raises PartitionError if no cut
+    meets the options.
 
     Raises:
-        OptionError: For invalid options; `result` raises PartitionError if no cut meets the options.
+        OptionError: For invalid options.
+        ToolError: For method="min_cut" with options of "order", and for a `protect` of another form.
     """
 
     purpose = "change"
@@ -199,7 +201,7 @@ class PartitionTool(amanda.Tool, Generic[ResultT]):
     def result(self) -> ResultT:
         """Return the stages of what was executed so far, a step on the average, or what is protected.
 
-        Once files were written, those that they have.
+        Once files were written, the parts that they have.
         """
         return cast("ResultT", self._delegate.result if self._parts_result is None else self._parts_result)
 
@@ -209,8 +211,9 @@ class PartitionTool(amanda.Tool, Generic[ResultT]):
         """Write the parts of an ONNX file; called by `amanda.instrument`.
 
         Costs are those of the sessions of the model that ran in scopes of the tool, if there were some, else
-        FLOPs by the shapes in the file.  Raises ArtefactError for another kind of file, OptionError for
-        cost="time" without sessions, PartitionError and ProtectError for what cannot be cut so.
+        FLOPs by the shapes in the file.  Raises ArtefactError for another kind of file, or sessions of
+        another model; ToolError for cost="time" without sessions; PartitionError and ProtectError for what
+        cannot be cut so.
         """
         if source.suffix != ".onnx":
             raise ArtefactError(f"{source} is no ONNX file; partition writes the parts of ONNX files alone")
@@ -233,7 +236,7 @@ class PartitionTool(amanda.Tool, Generic[ResultT]):
             `result`, whose `model` is the model.
 
         Raises:
-            ProtectError: For a model without protected parameters.
+            ProtectError: For a model without protected parameters, and if the process has died.
             ToolError: Without `protect`, as stages are a plan that changes no parameter.
         """
         if not isinstance(self._delegate, ProtectTool):
@@ -379,7 +382,7 @@ class ProtectTool(amanda.Tool):
     def end(self) -> None:
         """Bring the parameters back into the program, and end the process, with its optimizers' state.
 
-        No effect if nothing is protected.
+        No effect if nothing is protected.  Raises ProtectError if the process has died.
         """
         protection, self._protection = self._protection, None
         if protection is not None:
@@ -389,7 +392,8 @@ class ProtectTool(amanda.Tool):
     def _replace_op(self, context: amanda.OpContext) -> None:
         """Replace a selected op by its execution in the process; check that no other op reads a stand-in.
 
-        Backward ops, and views of tensors of the program, stay as they are.
+        Backward ops, and views of tensors of the program, stay as they are.  Raises ToolError for a selected
+        op of another framework.
         """
         if context["phase"] != "forward":
             return
@@ -423,8 +427,8 @@ class ProtectTool(amanda.Tool):
         logger.info("protect: %s in module %r runs in process %s", op_text, module, protection.pid)
         in_place, random = context["in_place"], _pytorch_stand_ins.is_random(context)
         # An op in place on a stand-in writes in the process, and the program's tensor stays NaN.
-        written = context.get_inputs()[0] if in_place else None
-        target = None if written is None or protection.stand_ins.find(written) is None else written
+        tensor = context.get_inputs()[0] if in_place else None
+        target = None if tensor is None or protection.stand_ins.find(tensor) is None else tensor
         context.replace_op(
             protection.run_in_process, record=record, op=callable_path, in_place=in_place, random=random,
             key=key, target=target,

@@ -62,12 +62,11 @@ def point_rules() -> MappingTool:
 
 
 def copied(tensor: Any) -> Any:
-    """Return a copy that later writes into a tensor do not change; it takes part in autodiff."""
-    # `clone` of PyTorch has a gradient; an array of NumPy has `copy`, and arrays of JAX are never written
-    # into.
+    """Return a copy that later writes into a tensor do not change, in autodiff; an immutable one itself."""
+    # `clone` of PyTorch has a gradient; an array of NumPy has `copy`.
     if hasattr(tensor, "clone"):
         return tensor.clone()
-    return tensor.copy() if hasattr(tensor, "flags") else tensor  # NumPy's; others are never written into
+    return tensor.copy() if hasattr(tensor, "flags") else tensor  # such as an array of JAX
 
 
 def requires_gradient(value: Any) -> bool:
@@ -88,7 +87,10 @@ def _write_pytorch_point(context: amanda.OpContext) -> None:
 
 
 def _write_tensorflow_point(context: amanda.OpContext) -> None:
-    """Write the point that an Identity is, by its name in a graph, in eager mode by the point under way."""
+    """Write the point that an Identity is, by its name in a graph, in eager mode by the point under way.
+
+    Also writes `reaches_values`, which is False in graphs.
+    """
     context["reaches_values"] = context.is_eager()
     if context.get_forward_op_type() == "Identity":
         match = _POINT_NAME.search(getattr(context.get_op(), "name", None) or "")
@@ -117,7 +119,10 @@ class Points:
         return any(may_change for _, may_change in self._watches)
 
     def open(self, end_patterns: Collection[str], may_change: bool) -> None:
-        """Watch modules for a tool; register the hooks of all frameworks for the first one."""
+        """Watch modules for a tool; for the first one register the hooks of all frameworks.
+
+        A framework that is not imported gets hooks at its import.  The first one also clears `by_keyword`.
+        """
         with self._lock:
             # Hooks are global: there is one set for all tools, while at least one watches.
             if not self._watches:
@@ -166,13 +171,15 @@ class Points:
 
 
 def _paths(module: Any) -> list[str]:
-    """Return the paths of a module of PyTorch in the model that is being called."""
+    """Return the paths of a module of PyTorch in the model that is being called; [""] outside of a call."""
     # The outermost module that is being called: paths are relative to it.
     root = next(iter(interceptor.subjects()), module)
     return [path for path, submodule in root.named_modules(remove_duplicate=False) if submodule is module]
 
 
 class _CurrentPoint(threading.local):
+    """The point whose identity op a thread is calling; None between such calls."""
+
     point: tuple[Side, int] | None = None
 
 
@@ -182,7 +189,7 @@ _point_under_way = _CurrentPoint()
 def _pass_through(
     value: Any, tensor_class: Any, point: Callable[[Any, int], Any], next_index: list[int]
 ) -> Any:
-    """Return a value with each tensor in it passed through a point.
+    """Return a value with each tensor in it passed through a point; lists, tuples and dicts are made anew.
 
     next_index: of the next tensor, the one element of a list, which nested calls count up.
     """
@@ -205,8 +212,9 @@ def _pass_through(
 def _watch_pytorch(hooks: ExitStack, points: Points) -> None:
     """Register hooks on all modules that pass a call's inputs, or its result, through points.
 
-    In code that the compiler traces every module has points, elsewhere those that tools may select.  Closing
-    `hooks` removes them.
+    In code that the compiler traces every module but wrappers has points, elsewhere those that tools may
+    select; `points.by_keyword` gets the paths of calls without a tensor by position.  Until `hooks` closes,
+    which removes the hooks, the compiler's warning of such hooks is ignored.
     """
     import torch
     from torch.nn.modules import module as modules
@@ -229,7 +237,10 @@ def _watch_pytorch(hooks: ExitStack, points: Points) -> None:
         )
 
     def pass_in_python(module: Any, value: Any) -> Any:
-        """Return the value passed through points; None for a module without points."""
+        """Return the value passed through points, and note a call without inputs by position.
+
+        None for a module without points.
+        """
         if not points.has_points(module):
             return None
         # A hook sees no keyword arguments: the inputs of such a call have no points.
@@ -295,7 +306,8 @@ def _wrapper_classes(kind: type) -> list[type]:
 def _watch_keras(hooks: ExitStack, points: Points) -> None:
     """Wrap the call of layers inside of name scopes; a function that was traced before has no points.
 
-    Does nothing for layers of another framework than TensorFlow: on PyTorch they are modules.
+    In a scope every layer has points.  Closing `hooks` restores the call.  Does nothing for layers of another
+    framework than TensorFlow: on PyTorch they are modules.
     """
     _REQUIRED_OF_KERAS.check()
     from keras.src.backend.config import backend

@@ -52,9 +52,9 @@ class Region(NamedTuple):
                 raise PatchError(
                     f"heads is {heads}, num_heads is {num_heads}; give num_heads, the number of all heads"
                 )
-            invalid = [head for head in region.heads if not -num_heads <= head < num_heads]
-            if invalid:
-                raise PatchError(f"heads has {invalid[0]}; there are {num_heads}, counted from 0")
+            invalid_heads = [head for head in region.heads if not -num_heads <= head < num_heads]
+            if invalid_heads:
+                raise PatchError(f"heads has {invalid_heads[0]}; there are {num_heads}, counted from 0")
         return region
 
     @property
@@ -85,14 +85,17 @@ class Region(NamedTuple):
         return mask
 
     def _existing_positions(self, positions: Sequence[int], shape: Sequence[int], name: str) -> list[int]:
-        """Return those positions that a shape has along the axis of tokens."""
+        """Return those positions that a shape has along the axis of tokens; raise PatchError without it."""
         if not -len(shape) <= self.axis < len(shape):
             raise PatchError(f"{name} has shape {tuple(shape)}, which lacks axis {self.axis}")
         size = shape[self.axis]
         return [position for position in positions if -size <= position < size]
 
     def _features(self, heads: Sequence[int], shape: Sequence[int], name: str) -> list[int]:
-        """Return the indices along the last axis of the elements of heads."""
+        """Return the indices along the last axis of the elements of heads.
+
+        Raises PatchError if the number of heads does not divide the axis.
+        """
         assert self.num_heads is not None
         # The last axis has the elements of the first head, then those of the second, and so on.
         width, remainder = divmod(shape[-1] if shape else 0, self.num_heads)
@@ -115,7 +118,10 @@ def _axis_mask(axis: int, size: int, indices: Sequence[int], rank: int) -> NDArr
 
 
 def is_value(value: Any, depth: int = 0) -> bool:
-    """Return True for a number, a tensor, or lists and dicts of these, as `set`, `add` and `scale` take."""
+    """Return True for a number, a tensor, or lists and dicts of these, as `set`, `add` and `scale` take.
+
+    False for truth values, tensors that hold no numbers, and what is empty or nested deeper than twice.
+    """
     if isinstance(value, (Mapping, list)) and depth < 2:
         parts = list(value.values()) if isinstance(value, Mapping) else value
         return bool(parts) and all(is_value(part, depth + 1) for part in parts)
@@ -189,8 +195,8 @@ class PatchResult(Result):
 
     def notes(self) -> Sequence[str]:
         """Return a sentence on executions in which no selected position existed."""
-        skipped = sum(point.skipped for point in self.patched)
-        return [f"At {skipped:,} executions no selected position existed."] if skipped else []
+        skipped_count = sum(point.skipped for point in self.patched)
+        return [f"At {skipped_count:,} executions no selected position existed."] if skipped_count else []
 
 
 class PatchSweep(PlottedResult):
@@ -211,9 +217,9 @@ class PatchSweep(PlottedResult):
     ) -> None:  # fmt: skip
         self._rows, self._along, self.baseline = tuple(rows), along, baseline
         self.errors = dict(errors or {})
-        second = (Column(along.removesuffix("s"), number=True),) if along else ()
-        metric = (Column("metric", number=True, show="{:.6g}".format),)
-        self.columns = (Column("module"), *second, *metric)  # type: ignore[misc]
+        along_columns = (Column(along.removesuffix("s"), number=True),) if along else ()
+        metric_column = Column("metric", number=True, show="{:.6g}".format)
+        self.columns = (Column("module"), *along_columns, metric_column)  # type: ignore[misc]
         self.title = f"Metric with an intervention; without: {baseline:.6g}"
 
     def rows(self) -> Sequence[Sequence[Any]]:
@@ -221,7 +227,7 @@ class PatchSweep(PlottedResult):
         return [row if self._along else (row[0], row[2]) for row in self._rows]
 
     def _facts(self) -> Mapping[str, Any]:
-        """Return the metric without an intervention, and errors."""
+        """Return the metric without an intervention, the second dimension, and errors."""
         return {"baseline": self.baseline, "along": self._along, "errors": self.errors}
 
     def notes(self) -> Sequence[str]:
@@ -229,7 +235,10 @@ class PatchSweep(PlottedResult):
         return [f"No metric at {place}: {error}." for place, error in self.errors.items()]
 
     def draw(self, axes: Axes) -> None:
-        """Draw a heat map: a row for each module, a column for each position or head."""
+        """Draw a heat map: a row for each module, a column for each position or head, white at the baseline.
+
+        Places without a metric stay empty.
+        """
         modules = list(dict.fromkeys(row[0] for row in self._rows))
         columns = list(dict.fromkeys(row[1] for row in self._rows))
         metric_by_place = {

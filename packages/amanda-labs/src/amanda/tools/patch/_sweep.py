@@ -37,7 +37,8 @@ def patch_sweep(
 ) -> PatchSweep:
     """Return the metric with an intervention at one module at a time, and at one position or head of it.
 
-    Where the metric raises an exception, the result has the error instead.
+    Where the metric raises an exception, the result has the error instead.  The metric first runs without an
+    intervention, in each process.
 
     Args:
         metric: Function that runs the model and returns a number.  For several processes it is pickled with
@@ -54,7 +55,8 @@ def patch_sweep(
         **options: Of `PatchTool`, such as `set=clean`.
 
     Raises:
-        PatchError: If both positions and heads are given, or if nothing is selected.
+        PatchError: If both positions and heads are given, nothing is selected, a value does not fit, or a
+            metric is no number, or without an intervention another number in another process.
         ArtefactError: For a file of another sweep.
     """
     if positions is not None and heads is not None:
@@ -71,10 +73,10 @@ def patch_sweep(
     }  # fmt: skip
     file = nullcontext() if resume is None else TrialFile(resume, "patch_sweep", header)
     with file as trial_file, Progress(progress) as bar:
-        measured = _measure_places(swept_metric, places, jobs, trial_file, bar)
+        outcome_by_name = _measure_places(swept_metric, places, jobs, trial_file, bar)
     rows, errors = [], {}
     for place in places:
-        value, error = measured[_place_text(place)]
+        value, error = outcome_by_name[_place_text(place)]
         rows.append((*place, value))
         if error:
             errors[_place_text(place)] = error
@@ -85,24 +87,24 @@ def _measure_places(
     swept_metric: _MetricWithIntervention, places: Sequence[Place], jobs: int | None, file: TrialFile | None,
     progress: Progress,
 ) -> Mapping[str, tuple[float | None, str]]:  # fmt: skip
-    """Measure the metric at places that are not in the file, and add these to the file.
+    """Measure the metric at places that are not in the file, add these to the file, and show the progress.
 
-    Returns for the name of each place the metric, or None and the error of the metric.
+    Returns for the name of each place the metric and "", or None and the error of the metric.
     """
     records = {} if file is None else file.records
     names = [_place_text(place) for place in places]
     # The file may be of a run with other positions or heads.
-    measured = {name: records[name] for name in names if name in records}
-    remaining = [place for place, name in zip(places, names, strict=True) if name not in measured]
+    outcome_by_name = {name: records[name] for name in names if name in records}
+    remaining = [place for place, name in zip(places, names, strict=True) if name not in outcome_by_name]
     with closing(run_trials(swept_metric, remaining, jobs)) as outcomes:
         for outcome in outcomes:
             name = _place_text(outcome.trial)
-            measured[name] = outcome.value, outcome.error
+            outcome_by_name[name] = outcome.value, outcome.error
             if file is not None:
-                file.add(name, measured[name])
+                file.add(name, outcome_by_name[name])
             text = outcome.error or f"metric {outcome.value:g}"
-            progress.advance(len(measured), len(places), name, text)
-    return measured
+            progress.advance(len(outcome_by_name), len(places), name, text)
+    return outcome_by_name
 
 
 def _place_text(place: Place) -> str:
@@ -112,7 +114,7 @@ def _place_text(place: Place) -> str:
 
 
 def _option_in_file(value: Any) -> Any:
-    """Return an option as a value for JSON: a digest for tensors."""
+    """Return an option as a value for JSON: one digest for all tensors in it, or the option itself."""
     values = leaves([value.saved if isinstance(value, PatchTool) else value], structures=True)
     tensors = [tensor for tensor in values if hasattr(tensor, "shape")]
     if not tensors:
@@ -145,7 +147,7 @@ class _MetricWithIntervention:
         return {**vars(self), "_tool": None, "_has_measured_baseline": False}
 
     def measure_baseline(self) -> tuple[float, list[str]]:
-        """Return the metric without an intervention, and the names of the points."""
+        """Run the metric without an intervention; return it with the names of the points, and keep both."""
         # No point changes while the baseline runs; the points are known afterwards.
         self._tool.only = frozenset()
         with amanda.apply(self._tool):
@@ -157,7 +159,7 @@ class _MetricWithIntervention:
     def __call__(self) -> Callable[[Place], float]:
         """Return the function that measures a place.
 
-        Raises PatchError in another process, if the metric without an intervention is another there.
+        In another process makes a tool and first measures the baseline; raises PatchError if it differs.
         """
         if not self._has_measured_baseline:
             assert self._baseline_and_points is not None
@@ -174,7 +176,7 @@ class _MetricWithIntervention:
         return self._measure
 
     def _measure(self, place: Place) -> float:
-        """Return the metric with the intervention at a place."""
+        """Run the metric with the intervention at a place alone; raise PatchError if it is no number."""
         name, index = place
         position, head = (index, None) if self._along == "positions" else (None, index)
         # Read at each execution, so that nothing is analysed anew for each place.

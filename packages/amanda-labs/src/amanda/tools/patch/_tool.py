@@ -135,7 +135,7 @@ class PatchTool(amanda.Tool):
 
     @property
     def result(self) -> PatchResult:
-        """Return a table of the points so far."""
+        """Return a table of the points so far, whose counts go on, with remarks on unmatched patterns."""
         result = PatchResult(list(self._record_by_point.values()), f"Points: {self._edit}")
         result.remarks = [*self._remarks, *as_remarks(self.unmatched())]
         return result
@@ -143,7 +143,7 @@ class PatchTool(amanda.Tool):
     def unmatched(self) -> list[str]:
         """Return a sentence for each pattern that no point fitted.
 
-        None if no point ran at all: that is an error when the scope closes.
+        None on points if no point ran at all: that is an error when the scope closes.
         """
         if not self._record_by_point:
             return super().unmatched()
@@ -158,6 +158,8 @@ class PatchTool(amanda.Tool):
 
     def mean(self, axes: Sequence[int] = (0, 1)) -> dict[str, Any]:
         """Return the mean of each saved point over axes and executions, as a value for `set`.
+
+        Means are computed in float64, and have the element type and device of the point's first value.
 
         Args:
             axes: Axes over which the mean is taken; they stay with an extent of 1.
@@ -177,7 +179,7 @@ class PatchTool(amanda.Tool):
             POINTS[self._side].open(self._end_patterns, self._edit != "save")
 
     def scope_left(self) -> None:
-        """Remove the points; raise PatchError if ops ran, and nothing was selected."""
+        """Remove the points; raise PatchError if ops ran without an exception, and nothing was selected."""
         if self._selects_modules:
             POINTS[self._side].close(self._end_patterns, self._edit != "save")
         # An exception of the program goes on its way; a scope without ops says nothing about the selection.
@@ -207,7 +209,11 @@ class PatchTool(amanda.Tool):
         return self._point_patterns(path) and self._selection.has_path(path)
 
     def _analyze_op(self, context: amanda.OpContext) -> None:
-        """Insert the routines of an op that is a selected point, or has selected tensors."""
+        """Insert the routines of an op that is a selected point, or has selected tensors.
+
+        Of a selected op's outputs the first has a routine if `index` is None.  Also records the op's paths,
+        for the error of a selection without a point.
+        """
         paths = context.get_scopes()
         self._seen_paths.update(dict.fromkeys(paths))
         is_selected = self._point_patterns(*paths) and self._selection.fits(context)
@@ -232,7 +238,9 @@ class PatchTool(amanda.Tool):
                     self._insert_routine(context, self.place(context), index, position=index)
 
     def _insert_routine(self, context: amanda.OpContext, place: str, index: int, position: int) -> None:
-        """Insert the routine that saves or changes a tensor, with the record of its point.
+        """Insert the routine that saves or changes a tensor, with a new record of its point at first.
+
+        Warns where no gradient reaches a value that is trained.
 
         place: name of the module or op.  index: of the tensor at that side of it.  position: of the tensor
         among the inputs or outputs of the context's op.
@@ -264,7 +272,7 @@ class PatchTool(amanda.Tool):
             context.insert_before_op(routine, inputs=[position], **keywords)
 
     def _save_value(self, value: Any, record: Patched, run: dict[Any, Any] | None, recomputed: bool) -> None:
-        """Save a copy of a value, if its execution is selected."""
+        """Count an execution; save a copy of its value if it is selected, detached unless differentiable."""
         step = execution_number(record, run, recomputed)
         if not recomputed and (self._steps is None or step in self._steps):
             # Detached, so that a saved value does not keep the graph of the whole pass alive.
@@ -272,7 +280,11 @@ class PatchTool(amanda.Tool):
             self.saved.setdefault(record.point, []).append(copied(tensor))
 
     def _change_value(self, value: Any, record: Patched, run: dict[Any, Any] | None, recomputed: bool) -> Any:
-        """Return the changed value; None for an execution or a region that is not selected."""
+        """Count an execution and return the changed value; None if point, step or region is not selected.
+
+        Raises PatchError for a point without a value, or a value of another shape.  Warns where autodiff is
+        off and the value is trained.
+        """
         step = execution_number(record, run, recomputed)
         if self._steps is not None and step not in self._steps:
             return None
@@ -290,13 +302,13 @@ class PatchTool(amanda.Tool):
         self._check_shape(operand, shape, record)
         if not recomputed:
             record.changed += 1
-        changed = self._apply_edit(value, operand)
+        new_value = self._apply_edit(value, operand)
         if self._edit == "set" or not self.region.is_all:
             # For `set` also where all is selected: the operand broadcasts to the shape of the value.
-            changed = tensors.where(tensors.beside(mask, value), changed, value)
-        if self._differentiable and self._has_trained_value and not getattr(changed, "requires_grad", True):
+            new_value = tensors.where(tensors.beside(mask, value), new_value, value)
+        if self._differentiable and self._has_trained_value and not getattr(new_value, "requires_grad", True):
             self._warn(f"no gradient reaches the value of {self._edit}: autodiff is off at {record.point}")
-        return changed
+        return new_value
 
     def _check_shape(self, operand: Any, shape: Sequence[int], record: Patched) -> None:
         """Raise PatchError for a value that does not broadcast to the shape of a point.
@@ -337,12 +349,15 @@ class PatchTool(amanda.Tool):
         )
 
     def _apply_edit(self, value: Any, operand: Any) -> Any:
-        """Return the value with the operand set, added or multiplied."""
+        """Return the value with the operand added or multiplied; for `set` the operand, not broadcast.
+
+        The operand is cast to the value's type.
+        """
         if self._edit == "scale":
             # A plain number scales without a cast, which would round it to the element type first.
             return value * (tensors_of(value).cast(operand, value) if hasattr(operand, "shape") else operand)
-        cast = tensors_of(value).cast(operand, value)
-        return value + cast if self._edit == "add" else cast
+        cast_operand = tensors_of(value).cast(operand, value)
+        return value + cast_operand if self._edit == "add" else cast_operand
 
     def _operand_at(self, point: str, step: int) -> Any:
         """Return the value for an execution of a point, out of the dicts and lists that were given or saved.

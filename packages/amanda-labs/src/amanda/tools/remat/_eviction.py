@@ -43,13 +43,15 @@ class Eviction:
         self._heuristic = heuristic
         # Weak: a storage that nobody reads any more is dropped with the tensor that holds it.
         self.recomputed: weakref.WeakSet[Storage] = weakref.WeakSet()
-        self._generation = 0
+        self._generation = 0  # ops that were secured in an earlier one are not secured any more
         self._score_heap: list[tuple[float, int, weakref.ref[Storage]]] = []  # the lowest score first
+        # Evictions that the heap still serves, and serves in all.
         self._victims_left = self._victims_per_heap = 0
 
     def make_room(self, needed_bytes: int, counts: OpCounts, is_exact: bool = True) -> None:
-        """Evict until more bytes fit in the budget, or nothing more can be evicted; no budget, no effect.
+        """Evict until more bytes fit in the budget, or nothing more can be evicted; no budget, no eviction.
 
+        Before, freed memory leaves the account, and recomputed tensors that no backward op reads are dropped.
         counts: of the op that needs the bytes.  is_exact: raise BudgetError, or warn, if they do not fit;
         False for an estimate, which may be too high.
         """
@@ -85,6 +87,7 @@ class Eviction:
 
         A heap of scores serves several evictions.  Scores grow meanwhile, so the score of the first storage
         is computed again: the storage is returned, or put back if its score has risen.
+        refused: storages that are no candidates.
         """
         if self._victims_left <= 0 or not self._score_heap:
             self._fill_score_heap(refused)
@@ -120,7 +123,10 @@ class Eviction:
         return self._heuristic(storage, self.ledger.clock - storage.last_read + 1e-9)
 
     def _is_candidate(self, storage: Storage, refused: set[Storage]) -> bool:
-        """Return True for a storage that can be made again, and that nothing but this tool holds."""
+        """Return True for a storage that can be made again, and that nothing but this tool holds.
+
+        False for one that is empty, locked by a recomputation, or refused.
+        """
         if not storage.maker or storage.locks or not storage.size or storage in refused:
             return False
         return self._is_held_by_tool_alone(storage)
@@ -136,7 +142,7 @@ class Eviction:
     def _report_shortage(self, needed_bytes: int, counts: OpCounts) -> None:
         """Raise BudgetError if the tool is strict, otherwise warn once, and record the missing bytes."""
         assert self.budget is not None
-        short = self.ledger.bytes + needed_bytes - self.budget
+        short_bytes = self.ledger.bytes + needed_bytes - self.budget
         message = (
             f"{counts.type} at {counts.source} needs {needed_bytes:,} bytes more than the "
             f"{self.ledger.bytes:,} that are alive with it and cannot be evicted; the budget is "
@@ -146,13 +152,14 @@ class Eviction:
             raise BudgetError(message)
         # Warned once: later shortages only raise the number in the result.
         if not self.ledger.totals.short:
-            logger.warning("the memory budget is exceeded by %s bytes: %s", f"{short:,}", message)
-        self.ledger.totals.short = max(self.ledger.totals.short, short)
+            logger.warning("the memory budget is exceeded by %s bytes: %s", f"{short_bytes:,}", message)
+        self.ledger.totals.short = max(self.ledger.totals.short, short_bytes)
 
     def _evict(self, storage: Storage) -> bool:
         """Drop the tensors by which this tool holds a storage; return True if its memory was freed.
 
-        False if the storage cannot be made again, or if the program holds it, which then stays so.
+        Counts the eviction, and first holds what a recomputation reads.  False if the storage cannot be made
+        again, or if the program holds it, which then stays so.
         """
         maker = storage.maker
         # Ahead of the drop: the inputs of the op must be held before memory goes away.
@@ -256,7 +263,7 @@ class StorageRecomputation:
     def materialise(self, target: Storage, bounded: bool = True) -> Any:
         """Return the memory of a storage; recompute an evicted one, and those that this needs.
 
-        bounded: evict other storages if the budget would be exceeded.
+        bounded: evict other storages if the budget would be exceeded; raises BudgetError as `make_room` does.
         Raises RematError if an op's results differ in size from the first run, or if its inputs were written
         without instrumentation.
         """
@@ -290,18 +297,21 @@ class StorageRecomputation:
         return target.live_memory
 
     def _recompute(self, operation: ReplayableOp, target: Storage) -> None:
-        """Run an op again, restore the target and storages that autograd still holds, and count the run."""
+        """Run an op again, restore the target and storages that autograd still holds, and count the run.
+
+        Its cost advances the clock.
+        """
         counts = operation.counts
         begin = perf_counter()
         inputs = tree_map(self._rebuild_input, operation.inputs)
-        results, saved = self.torch.replay(operation.compute, inputs, operation.settings)
+        results, saved_tensors = self.torch.replay(operation.compute, inputs, operation.settings)
         # A repeated run makes all results of the op, also those that are not needed.
         self.ledger.update_peak(operation.size)
         for storage in operation.products:
             # Other results that autograd still needs come for free; the rest is dropped at once.
             if storage.live_memory is None and (storage is target or storage.handles):
                 # As at the first run, the memory is that of a result or of a tensor that autograd saves.
-                tensors = saved if storage.slot.is_saved else results
+                tensors = saved_tensors if storage.slot.is_saved else results
                 position = storage.slot.position
                 tensor = tensors[position] if position < len(tensors) else None
                 self._restore_storage(storage, tensor, counts)

@@ -160,7 +160,7 @@ class TorchRuntime:
         return self.view(memory, Geometry(self.torch.uint8, (memory.nbytes(),), (1,), 0))
 
     def refill(self, handle: Handle, memory: Any) -> None:
-        """Set a handle's tensor again, in a storage."""
+        """Set a handle's tensor again, in a storage, and its version."""
         handle.tensor = self.view(memory, handle.geometry)
         handle.version = handle.tensor._version
 
@@ -199,7 +199,10 @@ class TorchRuntime:
         return state
 
     def saved_tensors_context(self, pack: Any, unpack: Any) -> AbstractContextManager[Any]:
-        """Return a context in which autograd saves the results of `pack`, unless the user has hooks."""
+        """Return a context in which autograd saves the results of `pack`.
+
+        Without effect if the user has hooks, or has disabled them.
+        """
         autograd = self.torch._C._autograd
         enabled = autograd._saved_tensors_hooks_is_enabled()
         # The innermost hooks alone are called: ours would hide the program's.
@@ -211,33 +214,33 @@ class TorchRuntime:
     def replay(
         self, compute: Compute, inputs: Sequence[Any], settings: Settings
     ) -> tuple[list[Any], list[Any]]:
-        """Run an op again under the settings of its first run; return results and tensors autograd saves.
+        """Run an op again under the settings of its first run; return results and saved tensors, detached.
 
         The program's modes and hooks do not see the run.
         """
         torch = self.torch
-        current = self.settings(self.tensors(inputs))
-        with undisturbed(), self._restored_settings(settings, current):
+        current_settings = self.settings(self.tensors(inputs))
+        with undisturbed(), self._restored_settings(settings, current_settings):
             # As at the first run: only with gradients does autograd save what the backward pass reads.
             with torch.enable_grad():
-                results, saved = self._run_and_collect_saved(compute, inputs)
+                results, saved_tensors = self._run_and_collect_saved(compute, inputs)
             # The graph of the repeated run is not needed: the first one is still in place.
             detached_results = [
                 result.detach() if isinstance(result, torch.Tensor) else result for result in results
             ]
-            return detached_results, saved
+            return detached_results, saved_tensors
 
     @contextmanager
-    def _restored_settings(self, settings: Settings, current: Settings) -> Iterator[None]:
+    def _restored_settings(self, settings: Settings, current_settings: Settings) -> Iterator[None]:
         """Return a context with the autocast and the switches of an op's first run."""
         # Off, if the first run had no autocast and the present code has one.
-        disabled_autocast = [(device, False, dtype) for device, _, dtype in current.autocast or ()]
+        disabled_autocast = [(device, False, dtype) for device, _, dtype in current_settings.autocast or ()]
         with ExitStack() as stack:
             for device, enabled, dtype in settings.autocast or disabled_autocast:
                 # Without autocast's cache, whose casts would hold on to weights.
                 stack.enter_context(self.torch.autocast(device, dtype, enabled, cache_enabled=False))
             for (_, set_switch), current_value, recorded_value in zip(
-                self._switches, current.switches, settings.switches, strict=True
+                self._switches, current_settings.switches, settings.switches, strict=True
             ):
                 if current_value != recorded_value:
                     set_switch(recorded_value)
@@ -245,11 +248,11 @@ class TorchRuntime:
             yield
 
     def _run_and_collect_saved(self, compute: Compute, inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Run an op; return its results, and the tensors that autograd saves, in order."""
-        saved: list[Any] = []
+        """Run an op; return its results, and the tensors that autograd saves, detached, in order."""
+        saved_tensors: list[Any] = []
         hooks = self.torch.autograd.graph.saved_tensors_hooks
-        with hooks(lambda tensor: saved.append(tensor.detach()), lambda packed: packed):
-            return self.results_of(compute(inputs)), saved
+        with hooks(lambda tensor: saved_tensors.append(tensor.detach()), lambda packed: packed):
+            return self.results_of(compute(inputs)), saved_tensors
 
     def without_torch_function(self) -> AbstractContextManager[Any]:
         """Return a context in which the user's modes and tensor subclasses do not see reads of tensors."""
@@ -274,10 +277,10 @@ class TorchRuntime:
         return sizes[0] if sizes else None
 
     def _bytes_made(self, compute: Compute, inputs: Sequence[Any]) -> int:
-        """Return the bytes of the storages that a run of an op adds to those of its inputs."""
-        results, saved = self._run_and_collect_saved(compute, inputs)
+        """Run an op; return the bytes of the storages that it adds to those of its inputs."""
+        results, saved_tensors = self._run_and_collect_saved(compute, inputs)
         storages_made = {
-            tensor.untyped_storage()._cdata: tensor for tensor in (*saved, *self.tensors(results))
+            tensor.untyped_storage()._cdata: tensor for tensor in (*saved_tensors, *self.tensors(results))
         }
         input_storages = {tensor.untyped_storage()._cdata for tensor in self.tensors(inputs)}
         return sum(

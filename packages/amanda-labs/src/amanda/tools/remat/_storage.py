@@ -87,7 +87,8 @@ class Storage(_WeaklyReferenced):
     address, memory: of the framework's storage, by a weak reference; `memory` is None after eviction.
     maker: the op that made the storage; None if the op cannot be run again.
     slot: where a repeated run of the op gives the storage.
-    handles: by which autograd holds the storage.  held_tensor: by which this tool holds it.
+    handles: by which autograd holds the storage.  consumers: recorded ops that read it.
+    cluster: with its evicted neighbours, None while it is alive.  held_tensor: by which this tool holds it.
     held_version: of `held_tensor` when it was taken, to detect writes.
     last_read: the clock at the last read.  locks: number of recomputations under way that need the storage.
     """
@@ -161,7 +162,8 @@ class ScratchInput:
 class ReplayableOp(_WeaklyReferenced):
     """An execution of an op, which can run again.
 
-    compute: function of the inputs that returns the op's result.  inputs: with an InputRef for each tensor.
+    compute: function of the inputs that returns the op's result.  inputs: with an InputRef for each tensor,
+    to whose storage the op is added as a consumer.
     settings: at the execution.  cost: seconds, or 1.  size: bytes of all storages that the op made.
     secured_generation: of the last `Eviction.secure_recomputation` that found that the op can run again.
     saved_handles: weak references to the handles that autograd saved for the backward op.
@@ -243,8 +245,8 @@ class Ledger:
     """
 
     def __init__(self, totals: MemoryTotals) -> None:
-        self._entries: dict[int, MemoryEntry] = {}
-        self._freed_entries: deque[tuple[int, weakref.ref[Any]]] = deque()
+        self._entries: dict[int, MemoryEntry] = {}  # by address
+        self._freed_entries: deque[tuple[int, weakref.ref[Any]]] = deque()  # until `remove_freed_memory`
         self.totals, self.bytes, self.clock = totals, 0, 0.0
 
     def find(self, memory: Any) -> MemoryEntry | None:
@@ -255,7 +257,10 @@ class Ledger:
         return entry if entry is not None and entry.memory() is memory else None
 
     def add(self, memory: Any, storage: Storage, counts: bool) -> None:
-        """Enter memory and its storage, or replace its storage; counts: its bytes count for the budget."""
+        """Enter memory and its storage, or replace its storage; raise the peak.
+
+        counts: the bytes of new memory count for the budget.  Memory that was freed leaves the account.
+        """
         address, freed_entries = memory._cdata, self._freed_entries
         self.remove_freed_memory()
         entry = self.find(memory)
@@ -313,7 +318,7 @@ class Ledger:
         return [storage for storage in storages if storage is not None]
 
     def clear(self) -> None:
-        """Remove all memory from the account."""
+        """Remove all memory from the account; the totals and the clock stay."""
         self._entries.clear()
         self.bytes = 0
 

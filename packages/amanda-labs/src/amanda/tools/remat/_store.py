@@ -41,7 +41,7 @@ class RematStore:
         self.torch, self.ledger, self.lock = TorchRuntime(), Ledger(totals), threading.RLock()
         self.eviction = Eviction(self.torch, self.ledger, budget, heuristic, strict)
         self.recomputation = StorageRecomputation(self.torch, self.ledger, self.eviction)
-        self._numbers = 0
+        self._last_number = 0  # of a recorded op
         self._handles: weakref.WeakSet[Handle] = weakref.WeakSet()
         # True after a forward pass: only then does an empty set mean that the backward pass is over.
         self._had_handles = False
@@ -73,12 +73,13 @@ class RematStore:
     ) -> ReplayableOp:
         """Return the record of an op that is about to run, with its inputs and settings.
 
+        After a backward pass the tensors that were held for it are dropped first.
         tensors: among its inputs.  scratch: indices of inputs that the op writes and does not read.
         """
         self._release_after_backward()
         recorded_inputs = [self._record_input(value, i in scratch) for i, value in enumerate(inputs)]
-        self._numbers += 1
-        return ReplayableOp(self._numbers, counts, compute, recorded_inputs, self.torch.settings(tensors))
+        self._last_number += 1
+        return ReplayableOp(self._last_number, counts, compute, recorded_inputs, self.torch.settings(tensors))
 
     def _release_after_backward(self) -> None:
         """Once autograd holds no handle any more, drop held tensors, and make no storage again."""
@@ -90,7 +91,10 @@ class RematStore:
                 storage.held_tensor = storage.maker = None
 
     def _record_input(self, value: Any, is_scratch: bool = False) -> Any:
-        """Return an input with an InputRef or a ScratchInput for each tensor in it; other values stay."""
+        """Return an input with an InputRef or a ScratchInput for each tensor in it; other values stay.
+
+        Tensors that are bounds of a slice become numbers.
+        """
         if type(value) in (list, tuple):
             return type(value)(map(self._record_input, value))
         if isinstance(value, slice):  # its bounds may be tensors, which the program may write later
@@ -116,6 +120,7 @@ class RematStore:
         reference, indices = weakref.ref(operation), count()
 
         def pack(tensor: Any) -> Handle:
+            """Return a handle for the next tensor that the op saves."""
             recorded_operation = reference()
             assert recorded_operation is not None
             with self.lock:
@@ -124,7 +129,10 @@ class RematStore:
         return self.torch.saved_tensors_context(pack, self.unpack)
 
     def _save_handle(self, operation: ReplayableOp, tensor: Any, index: int) -> Handle:
-        """Return a handle for a tensor that autograd saves while an op runs, the `index`-th of this op."""
+        """Return a handle for a tensor that autograd saves while an op runs, the `index`-th of this op.
+
+        Records new memory as a product of the op, and the handle at the op, its storage and this store.
+        """
         version = None if tensor.is_inference() else tensor._version  # inference tensors have none
         # What cannot be rebuilt from bytes is held as it is, and never evicted.
         if not self.torch.is_plain(tensor):
@@ -192,7 +200,7 @@ class RematStore:
 
     @contextmanager
     def _with_lock(self) -> Iterator[None]:
-        """Hold the lock, with instrumentation and the user's modes switched off."""
+        """Hold the lock, with instrumentation, gradients and the user's modes switched off."""
         with interceptor.Suspension(), self.lock, undisturbed():
             yield
 
@@ -215,7 +223,10 @@ class RematStore:
                     join_evicted_neighbours(storage)
 
     def _restore_dependents(self, written: Storage, memory: Any) -> None:
-        """Recompute the evicted storages that cannot be recomputed once a storage is written."""
+        """Recompute the evicted storages that cannot be recomputed once a storage is written.
+
+        The budget does not bound this, and they are not evicted again.
+        """
         self.eviction.forget_secured_ops()
         handles = [handle for handle in list(self._handles) if handle.tensor is None]
         evicted_storages = {handle.storage for handle in handles if handle.storage}
@@ -234,7 +245,7 @@ class RematStore:
         written.memory = None
 
     def restore(self) -> None:
-        """Recompute all evicted storages, set the tensor of each handle, and forget all records."""
+        """Recompute all evicted storages, whatever the budget, set handles' tensors, and forget records."""
         with self._with_lock():
             for handle in list(self._handles):
                 if handle.tensor is None and handle.storage is not None:

@@ -66,7 +66,7 @@ class RematTool(amanda.Tool):
         self._strict = strict
         self._counts: dict[int, OpCounts] = {}
         self._skipped_namespaces: set[amanda.Namespace] = set()
-        self._has_met_transform = False
+        self._has_warned_of_transforms = False
         self._result_bytes: dict[Hashable, int] = {}  # by type, shapes and values of inputs
         # Made at the first op, since torch may not be imported when the tool is.
         self._store: RematStore | None = None
@@ -76,12 +76,12 @@ class RematTool(amanda.Tool):
 
     @property
     def result(self) -> RematResult:
-        """Return the evictions, and the ops that ran again, so far."""
+        """Return the evictions, and the ops that ran again, so far; counts of listed ops go on."""
         totals = self._totals
         return RematResult(list(self._counts.values()), self._budget, totals.peak, totals.short)
 
     def clear(self) -> None:
-        """Reset the counts; evicted storages stay evicted."""
+        """Reset the counts, and the peak to the bytes alive; evicted storages stay evicted."""
         for counts in self._counts.values():
             counts.evictions = counts.evicted_bytes = counts.rematerialisations = 0
             counts.seconds = 0.0
@@ -91,7 +91,7 @@ class RematTool(amanda.Tool):
             self._store.ledger.update_peak()
 
     def scope_left(self) -> None:
-        """Recompute all evicted storages."""
+        """Recompute all evicted storages, and drop the records of ops."""
         store, self._store = self._store, None
         if store is not None:
             store.restore()
@@ -139,12 +139,13 @@ class RematTool(amanda.Tool):
     def _run_op(self, *inputs: Any, rerun_facts: Rerun, counts: OpCounts, compute: _pytorch.Compute) -> Any:
         """Run and record the op; return NotImplemented, without a run, where autograd records nothing.
 
+        Inside of transforms of torch.func too, with a warning.  Evicts before and after the run, as needed.
         Raises BudgetError with `strict` if the op does not fit into the budget.
         """
         # Batched and differentiated values of torch.func have no storage of their own to evict.
         if _pytorch.is_in_transform():
-            if not self._has_met_transform:
-                self._has_met_transform = True
+            if not self._has_warned_of_transforms:
+                self._has_warned_of_transforms = True
                 logger.warning("remat leaves ops inside of transforms of torch.func, such as vmap, unchanged")
             return NotImplemented
         if self._store is None:

@@ -39,10 +39,11 @@ def rerun(context: amanda.OpContext) -> None:
 
 
 def _rerun_facts(context: amanda.OpContext) -> Rerun:
-    """Return whether an op may run again, and which inputs it writes, by the schemas of its overloads.
+    """Return the `Rerun` of an op, by its inputs and the schemas of its overloads.
 
-    An op in place, with `out`, or without a schema is not pure.  If an overload may write any input, or the
-    op writes lists, `written` is None.
+    An op in place, with `out`, in Python, or without a schema is not pure.  If an overload may write any
+    input, or the op writes lists, `written` is None.  A normalization in training writes its running
+    statistics, as scratch.
     """
     import torch
 

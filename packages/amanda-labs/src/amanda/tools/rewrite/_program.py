@@ -90,11 +90,14 @@ class ProgramMatches:
         self._rules = rules
         self._patterns = tuple(dict.fromkeys(op for rule in rules for op in rule.ops))
         self._flow = Dataflow()
-        self._sites: dict[tuple[str, tuple[int, ...]], MatchSite] = {}
-        self._replaced: dict[int, MatchSite] = {}
+        self._sites: dict[tuple[str, tuple[int, ...]], MatchSite] = {}  # by the rule's name and member ids
+        self._replaced_site_by_op: dict[int, MatchSite] = {}  # of the last `choose_matches`
 
     def record_op(self, context: amanda.OpContext) -> ProgramNode:
-        """Record an op, and each rule's longest match that ends with it; return the op's one node."""
+        """Record an op, and each rule's longest match that ends with it; return the op's one node.
+
+        Calls the patterns' `where`, and records the op as a reader of the ops that produced its inputs.
+        """
         op_id, flow = context.get_op_id(), self._flow.node(context)
         node = self.nodes.get(op_id)
         if node is None:
@@ -210,28 +213,35 @@ class ProgramMatches:
 
     def site_of(self, op_id: int) -> MatchSite | None:
         """Return the replaced match that an op belongs to."""
-        return self._replaced.get(op_id)
+        return self._replaced_site_by_op.get(op_id)
 
     def choose_matches(self) -> set[int]:
-        """Choose the matches to replace; return the ids of ops for which the choice has changed."""
-        replaced: dict[int, MatchSite] = {}
+        """Choose the matches to replace; return the ids of ops for which the choice has changed.
+
+        Each site gets its `obstacle`.
+        """
+        site_by_op: dict[int, MatchSite] = {}
         for site in self._in_order():
             # In the order of priority: a match that cannot be replaced leaves its ops to a later one.
             site.obstacle = site.broken or self._find_obstacle(site)
-            overlapping = next((replaced[op_id] for op_id in site.members if op_id in replaced), None)
-            if overlapping is not None and not site.obstacle:
-                site.obstacle = f"it overlaps with {overlapping.rule.name}, which begins earlier or is longer"
+            rival = next((site_by_op[op_id] for op_id in site.members if op_id in site_by_op), None)
+            if rival is not None and not site.obstacle:
+                site.obstacle = f"it overlaps with {rival.rule.name}, which begins earlier or is longer"
             if not site.obstacle:
-                replaced |= dict.fromkeys(site.members, site)
-        earlier, self._replaced = self._replaced, replaced
+                site_by_op |= dict.fromkeys(site.members, site)
+        earlier_sites, self._replaced_site_by_op = self._replaced_site_by_op, site_by_op
+        op_ids = earlier_sites.keys() | site_by_op
         # Sites are compared by identity: these ops have plans for another match, or for none.
-        return {op_id for op_id in earlier.keys() | replaced if earlier.get(op_id) is not replaced.get(op_id)}
+        return {op_id for op_id in op_ids if earlier_sites.get(op_id) is not site_by_op.get(op_id)}
 
     def _in_order(self) -> list[MatchSite]:
         return sorted(self._sites.values(), key=lambda site: site.sort_key)
 
     def _find_obstacle(self, site: MatchSite) -> str:
-        """Return the reason why the ops of a match cannot be replaced together; "" without a reason."""
+        """Return the reason why the ops of a match cannot be replaced together; "" without a reason.
+
+        An op outside of the match that reads a shape alone is no reason.
+        """
         # A match of one op has no output within it that others could read.
         for op_id in site.members if len(site.members) > 1 else ():
             node = self.nodes[op_id]
@@ -305,7 +315,10 @@ class OpExecutions:
         self._by_output = TensorMap[OpExecution]()
 
     def run_or_delay(self, node: ProgramNode, inputs: Sequence[Any], compute: Callable[..., Any]) -> Any:
-        """Return the output of an op and record its execution; a subclass may return a delayed output."""
+        """Run an op, return its output, and record its execution by the output, unless that is a list.
+
+        A subclass may return a delayed output.
+        """
         # Producers first: an op in place may give back its input, which then has this execution.
         producers, value = self.producers(inputs), compute(*inputs)
         # A list of outputs has no place in a match, whose inner ops have one output each.
@@ -347,7 +360,7 @@ class OpCall:
         self._compute = execution.compute
 
     def __call__(self, *inputs: Any) -> Any:
-        """Return the op's result for all of its inputs; without arguments, for those of this execution."""
+        """Compute the op for all of its inputs; without arguments, for those of this execution."""
         return self._compute(*(inputs or self.inputs))
 
 

@@ -94,7 +94,10 @@ class TorchOpExecutions(OpExecutions):
         return delay_of(value) or super().execution_of(value)
 
     def compute_delayed(self, written: Sequence[Any] = ()) -> None:
-        """Compute each delayed op that reads a tensor of `written`; without tensors, each delayed op."""
+        """Compute each delayed op that reads a tensor of `written`; without tensors, each delayed op.
+
+        Those that read one count as not intact.
+        """
         for delay in list(self.delayed) if self.delayed else ():
             if not written:
                 delay.value()
@@ -133,6 +136,7 @@ class DelayedExecution(OpExecution):
         dispatch_sets = torch._C._dispatch_tls_local_include_set, torch._C._dispatch_tls_local_exclude_set
         self._dispatch_keys = tuple(dispatch_set() for dispatch_set in dispatch_sets)
         self._versions = _tensor_versions(self.inputs)
+        # The inputs that the op read, the states of generators before, and its output, once it is computed.
         self._arguments: Sequence[Any] = ()
         self._random_states: Any = None
         self._value: Any = None
@@ -145,7 +149,7 @@ class DelayedExecution(OpExecution):
         return not self.is_written and _tensor_versions(self.inputs) == self._versions
 
     def is_read(self) -> bool:
-        """Return True if the output was read, or if it was computed and has hooks."""
+        """Return True if the output was read, or was computed and has hooks, which become its reader."""
         if any(tensor._backward_hooks or tensor.retains_grad for tensor in torch_tensors([self._value])):
             self.reader = self.reader or HOOKS[0]
         return super().is_read()
@@ -190,7 +194,10 @@ class DelayedExecution(OpExecution):
             return self._compute_output()
 
     def _compute_output(self) -> tuple[Any, Sequence[Any]]:
-        """Compute the op in the modes of its call; return the output and the inputs that it read."""
+        """Compute the op in the modes of its call; return the output and the inputs that it read.
+
+        Delayed inputs are computed too; no tool sees the ops.
+        """
         import torch
 
         has_grad, *autocast_modes = self.modes
@@ -237,7 +244,7 @@ def _differentiable_alias(value: Any) -> Any:
 
 
 def _storage_ids(values: Sequence[Any]) -> set[int]:
-    """Return the storages of tensors."""
+    """Return the addresses of the storages of tensors; stand-ins have none."""
     return {tensor.untyped_storage()._cdata for tensor in torch_tensors(values) if delay_of(tensor) is None}
 
 
@@ -260,7 +267,10 @@ def _input_signature(value: Any) -> Hashable:
 
 
 def _form_of(value: Any, inputs: Sequence[Any] = ()) -> OutputForm | None:
-    """Return the form of an op's output; None for several tensors, and for subclasses and sparse tensors."""
+    """Return the form of an op's output; None for several tensors, and for subclasses and sparse tensors.
+
+    Computes delayed inputs, unless the value is a stand-in itself.
+    """
     import torch
 
     # A parameter or another subclass has behaviour that a stand-in would lack.
@@ -326,6 +336,8 @@ def _torch_classes() -> _TorchClasses:
     _REQUIRED.check()
 
     class StandInTensor(torch.Tensor):
+        """Tensor without memory that stands for the output of a delayed op; a read computes the output."""
+
         # torch's functions treat a stand-in as a plain tensor, so that the ops within them are the same
         __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -347,10 +359,13 @@ def _torch_classes() -> _TorchClasses:
             return func(*tree_map(read, args), **tree_map(read, kwargs or {}))
 
     class DelayedFunction(torch.autograd.Function):
+        """Delayed op from the tensors of its inputs to a stand-in; backward computes the op."""
+
         @staticmethod
         def forward(
             ctx: Any, delay: DelayedExecution, form: OutputForm, *inputs: torch.Tensor
         ) -> torch.Tensor:
+            """Return a stand-in; the inputs are there for autograd, and are not read."""
             ctx.delay = delay
             return _make_stand_in(delay, form)
 
@@ -360,6 +375,8 @@ def _torch_classes() -> _TorchClasses:
             return None, None, *_input_gradients(ctx.delay, gradients)
 
     class ComputedFunction(torch.autograd.Function):
+        """Identity from a stand-in to its computed output."""
+
         @staticmethod
         def forward(ctx: Any, stand_in: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             return value.detach()
@@ -381,6 +398,7 @@ def _reader_method(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(method)
     def read_and_call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Compute the output as read by this method, and call its method; a hook's on the stand-in."""
         # The read is recorded first, also for a hook: it tells that the match must not be replaced.
         value = self._amanda_delay.read(name)
         if name in HOOKS:

@@ -187,15 +187,16 @@ def fold_batch_norm() -> Sequence[Rule]:
 
     With W, b of the convolution and the statistics m, v: W' = W g / sqrt(v + eps) and
     b' = (b - m) g / sqrt(v + eps) + beta.  Source: Jacob et al. 2018, eq. 14.  Both are computed at every
-    execution, so that they follow the parameters and pass gradients to them.
+    execution, so that they follow the parameters and pass gradients to them.  A normalisation by the
+    statistics of the batch stays.
     """
     name = "fold_batch_norm"
     convolution = Op(tuple(CONVOLUTIONS), name="convolution")
     # Only where the framework has a folding: others keep their ops.
     norm = Op("batch_norm", convolution, name="norm", where=lambda context: name in context["rewrites"])
     # Keras normalises by a multiplication and an addition.
-    sum_ = Maybe(Op(("add", "BiasAdd"), convolution, Capture("bias"), where=_is_per_channel))
-    scaled = Op("mul", sum_, Capture("scale"), where=_is_per_channel)
+    biased = Maybe(Op(("add", "BiasAdd"), convolution, Capture("bias"), where=_is_per_channel))
+    scaled = Op("mul", biased, Capture("scale"), where=_is_per_channel)
     affine = Op("add", scaled, Capture("shift"), where=_is_per_channel)
     return Rule(norm, _fold_norm, when=_uses_running_statistics, name=name), Rule(
         affine, _fold_affine, name=name
@@ -218,12 +219,12 @@ def _fold_norm(match: Match) -> Any:
 
 
 def fold_in_pytorch(match: Match) -> Any:
-    """Return the convolution with the folded weight and bias."""
+    """Compute the convolution with the folded weight and bias."""
     import torch
 
     convolution, norm = match.ops["convolution"], match.ops["norm"]
-    x, weight, *rest = convolution.inputs
-    bias, settings = (rest[0], rest[1:]) if rest else (None, [])  # settings: stride, padding, ...
+    x, weight, *options = convolution.inputs  # bias, stride, padding, ...
+    bias, settings = (options[0], options[1:]) if options else (None, [])
     _, gamma, beta, mean, variance, _training, _momentum, epsilon, _cudnn = norm.inputs
     scale = torch.rsqrt(variance + epsilon)
     if gamma is not None:
@@ -246,8 +247,8 @@ def fold_in_tensorflow(match: Match) -> Any:
     scale = gamma * tf.math.rsqrt(variance + norm.attributes["epsilon"])
     y = _convolve_folded(match.ops["convolution"], scale, beta - mean * scale)
     # FusedBatchNorm has outputs for its gradient, which nobody reads here.
-    reserved = (tf.zeros([0], mean.dtype),) if norm.name == "FusedBatchNormV3" else ()
-    return y, mean, variance, mean, variance, *reserved
+    reserved_outputs = (tf.zeros([0], mean.dtype),) if norm.name == "FusedBatchNormV3" else ()
+    return y, mean, variance, mean, variance, *reserved_outputs
 
 
 def _fold_affine(match: Match) -> Any:
@@ -299,7 +300,7 @@ def is_fusible(match: Match) -> bool:
     """Return True if scaled_dot_product_attention computes what a match does.
 
     The values need a batch axis and one floating-point type, softmax the last axis, the mask no broadcast of
-    the scores, and the scale no gradient.
+    the scores and no `alpha`, and the scale no gradient.
     """
     query, key, value, mask = (match.get(name) for name in ("query", "key", "value", "mask"))
     # softmax along another axis than the last is not attention, and fused kernels want a batch.

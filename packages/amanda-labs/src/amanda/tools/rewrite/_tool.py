@@ -165,6 +165,7 @@ class RewriteTool(amanda.Tool):
     def _delay_op(
         *inputs: Any, node: ProgramNode, executions: OpExecutions, original: Callable[..., Any]
     ) -> Any:
+        """Return a stand-in for the output of an op, or the output of an op that is not delayed."""
         return executions.run_or_delay(node, inputs, original)
 
     def _replace_match(
@@ -178,7 +179,7 @@ class RewriteTool(amanda.Tool):
         """Return the output that the rule computes from a match; NotImplemented to compute the original.
 
         node: the last op.  A fallback is counted with its reason; a match of which an output was read is
-        given up.
+        given up.  Raises PatternError for a replacement that gives None.
         """
         execution_by_id = {node.id: OpExecution(node, inputs, original, executions.producers(inputs))}
         # Adds the other members, back from this one.  Control flow may run the same ops in another order than
@@ -207,7 +208,7 @@ class RewriteTool(amanda.Tool):
     def _replace_in_graph(
         self, *inputs: Any, edges: Sequence[Edge], site: MatchSite, reads: Sequence[Any] = ()
     ) -> Any:
-        """Return the output that the rule computes from symbols."""
+        """Return the output that the rule computes from symbols, and count the replacement."""
         values = dict(zip(edges, (*inputs, *reads), strict=True))
         result = _call_replacement(site, _graph_match(site, self._program.nodes, values))
         site.replaced += 1
@@ -221,7 +222,8 @@ class RewriteTool(amanda.Tool):
     def _on_read(self, execution: OpExecution) -> None:
         """Count a fallback, or stop replacing a match, when the output of a delayed op is read.
 
-        The reader is outside of the match.  A match that was replaced already is not replaced any more.
+        The reader is outside of the match.  A match that was replaced already is not replaced any more, with
+        a warning if the reader is a hook.
         """
         site = self._program.site_of(execution.node.id)
         # Too late for this execution: the output is computed besides the replacement, and the match given up.
@@ -237,7 +239,7 @@ class RewriteTool(amanda.Tool):
             site.fallbacks[OTHER_CONTROL_FLOW] += 1
 
     def _stop_replacing(self, site: MatchSite, execution: OpExecution) -> None:
-        """Stop replacing a match, since the output of an execution within it is read."""
+        """Stop replacing a match, since the output of an execution within it is read; choose matches anew."""
         site.broken = f"what {execution.node.type} makes is read by {execution.reader}"
         self._choose_matches()
 
