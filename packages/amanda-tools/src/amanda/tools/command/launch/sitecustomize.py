@@ -54,7 +54,8 @@ class Process:
         return bool(os.getpid() == self._settings["root"])
 
     def begin(self) -> None:
-        """Open the scope at once in a rank, for which others wait; in other processes when it is needed."""
+        """Open the scope at once in a rank, or after a framework, else when needed; watch the root's exit."""
+        # Others wait for a rank, and a framework that is imported already cannot be waited for.
         # Needed before a framework is imported, a thread starts, and in the root before `exec`.
         if self._is_root:
             self._watch_exit()
@@ -125,7 +126,7 @@ class Process:
             sys.meta_path.remove(self)
 
     def open_scope(self) -> None:
-        """Open the session, once, and put functions back; print a line if this Python lacks amanda-tools."""
+        """Put functions back, open the session, once, and watch its end; print a line if it cannot be had."""
         if not self._is_scope_pending:
             return
         self._restore_functions()
@@ -141,7 +142,7 @@ class Process:
         self.watch_end()
 
     def watch_end(self) -> None:
-        """Have `end` called as the interpreter ends, and for signals without a handler, except in a fork."""
+        """Have `end` called as the interpreter ends, and by signals without a handler, which forks delay."""
         # Called again in a forked child, which inherits listeners and has no signal handlers.
         if not self._has_listeners:
             self._has_listeners = True
@@ -196,7 +197,7 @@ class Process:
             _end_by_signal(self._pending_signal)
 
     def _report_other_processes(self) -> None:
-        """Print the results of other processes, or that none has executed an op."""
+        """Print the results of other processes; without any, remove their folder, and say that no op ran."""
         try:
             # Only an empty folder can be removed.
             os.rmdir(self._settings["folder"])  # noqa: PTH106
