@@ -115,7 +115,7 @@ _Numbers: TypeAlias = Callable[[ModuleNode], Sequence[Any]]
 class TreeResult(Result):
     """A row for each module, with the sums of the modules within, and the notes of the result of all ops.
 
-    `print` shows the modules as a tree; repeated layers, such as layers.0-15, are one row.
+    `print` shows a tree, in which repeated layers are one row.  depth: None for as deep as a screen shows.
     """
 
     _combines = False
