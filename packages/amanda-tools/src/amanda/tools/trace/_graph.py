@@ -363,16 +363,16 @@ class GraphRecorder:
         self._dropped = 0
         self._graph: Graph | None = None
 
-    def add_tensor(self, described: Tensor, is_same_tensor: bool = False, from_outside: bool = False) -> int:
+    def add_tensor(self, new_tensor: Tensor, is_same_tensor: bool = False, from_outside: bool = False) -> int:
         """Add a tensor; return its index.
 
         is_same_tensor: it is its alias after a write, or handed on.  from_outside: new data each time.
         """
         index = root = len(self.tensors)
-        if is_same_tensor and described.alias_of is not None:
-            root = self.tensors[described.alias_of].root
+        if is_same_tensor and new_tensor.alias_of is not None:
+            root = self.tensors[new_tensor.alias_of].root
         self.tensors.append(
-            RecordedTensor(replace(described, index=index), UNKNOWN if from_outside else root)
+            RecordedTensor(replace(new_tensor, index=index), UNKNOWN if from_outside else root)
         )
         self._graph = None
         return index
