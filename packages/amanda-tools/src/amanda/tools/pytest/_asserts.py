@@ -240,6 +240,7 @@ class Traced:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """End the trace."""
         scope, self._scope = self._scope, None
         if scope is not None:
             scope.__exit__(kind, error, trace)
