@@ -155,7 +155,7 @@ class ProcessResults:
         self, printer: Printer, tooling: Tooling, entry_by_label: Mapping[str, Any],
         missing_labels: Sequence[str], saw_op: bool,
     ) -> None:  # fmt: skip
-        """Save and print a tool's merged result, and its options that matched nothing; or why none is."""
+        """Save and print a tool's result, merged over processes, and unmatched selectors; or say why not."""
         # entry_by_label: the tool's entries in the files of other processes.
         name, result = tooling.name, getattr(tooling.tool, "result", None)
         labels = [*([self._label] if saw_op else []), *entry_by_label]
@@ -198,7 +198,7 @@ class ProcessResults:
             printer.say_saved(name, entry["saved"])
 
     def _save(self, tooling: Tooling, result: Any, label: str) -> str | None:
-        """Save a result, with `label` ahead of the file's name; return the path, None if nothing is saved."""
+        """Save a result, `label` ahead of the file's name; return its path, else None; note a failure."""
         # Without a path, for a result without `save`, and for a failure, which is noted as a loss.
         path = tooling.out
         if path is None and self._settings.output is not None:

@@ -36,7 +36,7 @@ def exit_status(command: click.Command, name: str, arguments: Sequence[str], fai
         command: Command of click, which parses the arguments.
         name: For messages, such as "amanda view".
         arguments: Words behind the name.
-        failure: Status after an AmandaError, OSError or error in a tool, which are shown; others are raised.
+        failure: Status after an AmandaError, OSError or tool's error, printed to stderr; others are raised.
     """
     try:
         return int(command.main(list(arguments), name, standalone_mode=False, **_CLICK_SETTINGS) or 0)

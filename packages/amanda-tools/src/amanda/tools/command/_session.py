@@ -216,7 +216,7 @@ class Session:
 
 
 class Messages(logging.Handler):
-    """Log handler that takes Amanda's warnings from the root logger, and from a parent process's handler.
+    """Log handler that collects Amanda's warnings, instead of the root logger and a parent process's handler.
 
     A record with an attribute `live`, such as the first NaN, is printed at once.
     texts: the other messages, such as ops that could not be instrumented, each once, printed at the end.
@@ -380,10 +380,10 @@ def show_program_alone(before: Callable[[], None]) -> None:
 
 
 def strip_traceback(error: BaseException | None) -> None:
-    """Remove Amanda's frames from an exception that an op or a routine raised, its causes and its members.
+    """Remove Amanda's frames from an exception that an op or a routine raised, its causes and members.
 
     An exception of a tool's own code keeps the frames of tools.  Interrupts, which lose Amanda's notes too,
-    and its errors, whose messages name op and tool, lose all its frames.  Others of Amanda itself keep them.
+    and AmandaErrors, which name op and tool, lose all of Amanda's frames.  Other errors in Amanda keep them.
     """
     # Causes and contexts may lead in a circle.
     visited_ids: set[int] = set()

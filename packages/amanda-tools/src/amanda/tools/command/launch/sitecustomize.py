@@ -54,9 +54,12 @@ class Process:
         return bool(os.getpid() == self._settings["root"])
 
     def begin(self) -> None:
-        """Open the scope at once in a rank, or after a framework, else when needed; watch the root's exit."""
-        # Others wait for a rank, and a framework that is imported already cannot be waited for.
-        # Needed before a framework is imported, a thread starts, and in the root before `exec`.
+        """Open the scope at once in a rank, or where a framework is loaded; elsewhere when it is needed.
+
+        In the root also note how the program exits, and have `end` called as the interpreter ends.
+        """
+        # Other ranks wait for a rank.  Elsewhere the scope is needed before a framework is imported, before a
+        # thread starts, and in the root before `exec`.
         if self._is_root:
             self._watch_exit()
         if (self._is_root and self._settings["is_rank"]) or not self._opening_imports.isdisjoint(sys.modules):
@@ -126,7 +129,7 @@ class Process:
             sys.meta_path.remove(self)
 
     def open_scope(self) -> None:
-        """Put functions back, open the session, once, and watch its end; print a line if it cannot be had."""
+        """Once: put functions back, open the session, watch the end; or print that amanda-tools is absent."""
         if not self._is_scope_pending:
             return
         self._restore_functions()
