@@ -33,7 +33,7 @@ def find_cause(
     """Find the op that causes the different inputs of an op, by the first of these that leads to one.
 
     An op without a counterpart that made the input, or else an op in place that wrote into it; else None.
-    differing_reads: pairs, with relative errors and bounds; derived ones, and two shapes, are skipped.
+    differing_reads: pairs, with errors and bounds; joined tensors, and pairs of two shapes, are skipped.
     """
     for read_pair, error, bound in differing_reads:
         is_derived = any(run.is_derived(entry) for run, entry in zip(runs, read_pair, strict=True))

@@ -115,7 +115,7 @@ class RunComparison:
         return compared_pairs, (only_a, only_b)
 
     def compare_modules(self, b_path_by_a_path: Mapping[str, str]) -> Iterator[ComparedPair]:
-        """Compare outputs of modules, visit by visit, and gradients of weights; list modules that misfit."""
+        """Compare outputs of modules by visit, and weight gradients; list reordered and uneven modules."""
         for name, other_name in b_path_by_a_path.items():
             path_tests = [module_test(run, n) for run, n in zip(self._runs, (name, other_name), strict=True)]
             # A visit: the ops of one call of the module.

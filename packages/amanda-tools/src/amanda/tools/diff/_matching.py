@@ -169,7 +169,7 @@ class ExecutionMatcher:
     def _match_pieces(
         self, executed: Sequence[ExecutedOp], other_executed: Sequence[ExecutedOp], may_differ: bool
     ) -> list[OpMatch] | None:
-        """Match executions of one run with pieces of them in the other, and count them; else return None."""
+        """Match and count executions of one run and pieces of them in the other; None if these do not fit."""
         # may_differ: the values of a whole and of its pieces need not be near.
         outputs_a, outputs_b = ([outputs for _, outputs in side] for side in (executed, other_executed))
         is_swapped = _are_pieces(outputs_a, outputs_b)
@@ -198,7 +198,7 @@ class ExecutionMatcher:
         return [run.is_derived(entry) for run, entry in zip(self._runs, pair, strict=True)]
 
     def is_near(self, pairs: Sequence[Pair]) -> bool:
-        """Return True if some pairs are no scalars or constants, and all of them have about equal values."""
+        """Return True if pairs of no scalars or constants have about the same values; False without any."""
         # Scalars and constants are near to those of any op.
         distinctive_pairs = [pair for pair in pairs if is_distinctive(pair[0])]
         return bool(distinctive_pairs) and all(self._distance(pair) <= NEAR for pair in distinctive_pairs)

@@ -46,7 +46,7 @@ def _is_not_in_result(record: logging.LogRecord) -> bool:
 
 @dataclass
 class FunctionProgram:
-    """A function and what it is called with; returned: arrays that its last run in graphs gave."""
+    """A function and what it is called with; returned: arrays that its last run gave, none of eager code."""
 
     call: Callable[..., Any]
     inputs: Sequence[Any]
@@ -238,8 +238,10 @@ class RecordedRuns:
         self.recorded = {"a": self.a, "b": self.b}
 
     def _record_eager_or_compiled(self, label: str, program: Program) -> Run:
-        """Record a or b; if no mode was asked for, once more as compiled code where the function has any."""
-        # Where compiled code of a does not run under tools, the eager run stays, with a remark.
+        """Record a or b; if no mode was asked for, once more as compiled code where the function has any.
+
+        Later runs are then compiled too.  Where compiled code of a fails under tools, the eager run stays.
+        """
         if not self._may_record_compiled or isinstance(program, Command):
             return self._record_checked(label, label, program)
         eager_run = self._record(label, program)
@@ -302,7 +304,7 @@ class RecordedRuns:
                 self._state_before_runs.restore()
 
     def measure_expected(self, control: Control | Source | None) -> Expected | None:
-        """Record or open the control, add remarks, and return the expected errors of a; None for None."""
+        """Record or open the control, add remarks, and return the expected errors of a; None without one."""
         # Raises AmandaError for an unknown name, and for a control that cannot be recorded.
         if control is None:
             return None

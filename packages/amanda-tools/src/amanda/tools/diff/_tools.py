@@ -199,7 +199,7 @@ def find_failing_op(record: Callable[[ToolAndOptions], Run], error: Exception) -
     run_by_compiled_count: dict[int, Run] = {}
 
     def does_fail(compiled_count: int) -> bool:
-        """Keep a run with so many ops compiled, or return True if it fails; raise `error` for another one."""
+        """Return True if a run of so many compiled ops fails alike, or keep it; raise `error` for others."""
         try:
             run_by_compiled_count[compiled_count] = record((OpaqueTool, {"first": compiled_count}))
         except Exception as caught:
