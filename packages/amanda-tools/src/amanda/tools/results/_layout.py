@@ -202,7 +202,7 @@ class TableLayout:
         return layout
 
     def _leave_out_repetitions(self, width: int) -> None:
-        """Leave out empty columns, and phases that types imply; if space lacks, a prefix and equal texts."""
+        """Leave out empty columns and phases that types imply; for want of room, a prefix and equal texts."""
         texts_by_position = {i: {row[i] for row in self.cells} for i in self.positions}
         empty_columns = {i for i in self.positions if texts_by_position[i] == {""} and not self.totals[i]}
         phase, kind = (position_of(self.columns, name) for name in ("phase", "type"))
