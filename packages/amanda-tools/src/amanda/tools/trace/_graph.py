@@ -371,9 +371,8 @@ class GraphRecorder:
         index = root = len(self.tensors)
         if is_same_tensor and new_tensor.alias_of is not None:
             root = self.tensors[new_tensor.alias_of].root
-        self.tensors.append(
-            RecordedTensor(replace(new_tensor, index=index), UNKNOWN if from_outside else root)
-        )
+        recorded = RecordedTensor(replace(new_tensor, index=index), UNKNOWN if from_outside else root)
+        self.tensors.append(recorded)
         self._graph = None
         return index
 
@@ -435,9 +434,8 @@ class GraphRecorder:
 
     def producers(self, op: Op) -> list[Op]:
         """Return the ops that made the tensors that a recorded op reads or writes, each once."""
-        aliases = [
-            self.tensors[index].tensor.alias_of for index in op.writes
-        ]  # the tensors before the writes
+        # The tensors before the writes.
+        aliases = [self.tensors[index].tensor.alias_of for index in op.writes]
         tensors = [*op.reads, *(index for index in aliases if index is not None)]
         producers = dict.fromkeys(self.tensors[index].tensor.producer for index in tensors)
         return [self.op(producer) for producer in producers if producer is not None and producer != op.index]

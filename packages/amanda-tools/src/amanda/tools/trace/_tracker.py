@@ -108,7 +108,7 @@ class LiveTensors:
             del writes[:-_WRITES_LIMIT]
 
     def writes_since(self, tensor: Any, serial: int) -> list[MemoryWrite]:
-        """Return the writes since a serial number that a tensor shows, from the last of all of it on."""
+        """Return the writes since a serial number that a tensor shows, in order; a whole one drops others."""
         writes: list[MemoryWrite] = []
         memory_and_span = None if serial == self.serial else self.values.memory(tensor)
         if memory_and_span is None:
@@ -141,9 +141,8 @@ class LiveTensors:
         """Set the index of a tensor as of the last write; add a tensor that is unknown, by weak reference."""
         live = self._live_by_id.get(id(tensor))
         if live is None:
-            self._live_by_id[id(tensor)] = _LiveTensor(
-                index, self.serial, self._reference(tensor, id(tensor))
-            )
+            reference = self._reference(tensor, id(tensor))
+            self._live_by_id[id(tensor)] = _LiveTensor(index, self.serial, reference)
         else:
             live.index, live.serial = index, self.serial
 
@@ -328,7 +327,7 @@ class ExecutionTracker:
 
     @amanda.observer
     def before_backward_op(self, *gradients: Any, program_op: ProgramOp) -> None:
-        """Record the gradients that enter a backward op: several if autodiff added them up."""
+        """Record the gradients that enter a backward op, or the summands of each, or find the op repeated."""
         if self._recorder.drop_if_full(program_op):
             return
         # Autodiff may add up gradients before a node sees them: every summand that was sent is read.
@@ -353,7 +352,7 @@ class ExecutionTracker:
 
     @amanda.observer
     def after_backward_op(self, *gradients: Any, program_op: ProgramOp) -> None:
-        """Record the gradients that leave a backward op, or are accumulated by it."""
+        """Record gradients that leave a backward op, or accumulate at a leaf, and send them to next nodes."""
         execution = program_op.end()
         if execution is None:
             return

@@ -304,7 +304,7 @@ class TensorflowValues(FrameworkValues):
         return TraceFacts(name, makes, written, brings_in=kind.startswith("IteratorGetNext"))
 
     def captured_tensor(self, tensor: Any) -> Any:
-        """Return a captured tensor, or an argument's index, else None; note the function's variables."""
+        """Return the outer tensor of a captured one, or an argument's index, else None; note variables."""
         graph = getattr(tensor, "graph", None)
         if graph is None or not hasattr(graph, "captures"):
             return None
