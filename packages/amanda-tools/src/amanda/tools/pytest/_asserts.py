@@ -146,9 +146,8 @@ class Counts(amanda.Tool):
 
     def of(self, phase: str) -> dict[str, int]:
         """Return executions by type."""
-        return {
-            kind: count for (op_phase, kind), count in sorted(self.executions.items()) if op_phase == phase
-        }
+        counts = sorted(self.executions.items())
+        return {kind: count for (op_phase, kind), count in counts if op_phase == phase}
 
 
 def check_counts(
