@@ -141,7 +141,7 @@ class ProcessResults:
         return contents
 
     def _check_content(self, content: Any) -> Any:
-        """Return the content of a process's file, messages as text; raise an error if something is absent."""
+        """Return a process's file, messages as text; raise an error if it lacks a part or has other tools."""
         # `read_json` names a damaged file, which must not take the results of the others with it.
         if len(content["tools"]) != len(self._toolings) or not isinstance(content["ranks"], int):
             raise ValueError("it is of other tools")

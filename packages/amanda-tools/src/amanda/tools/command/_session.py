@@ -298,6 +298,7 @@ class Saving(threading.Thread):
     def __init__(self, save: Callable[[], None], every: float | None) -> None:
         super().__init__(name="amanda-saving", daemon=True)
         self._save_present_results, self._interval = save, every
+        # Of the signals that end the process, as `watch_signals` sets it; None before.
         self._handler: Any = None
         self._ended = threading.Event()
         self._read_end, self._write_end = os.pipe()

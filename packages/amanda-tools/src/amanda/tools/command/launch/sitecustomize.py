@@ -38,6 +38,7 @@ class Process:
     """
 
     def __init__(self, settings: dict[str, Any]) -> None:
+        # None until the scope opens, and without amanda-tools.
         self.session: Session | None = None
         self._settings = settings
         self._opening_imports = {*settings["frameworks"], *_OPENING_MODULES}
