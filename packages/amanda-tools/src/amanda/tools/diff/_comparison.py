@@ -216,7 +216,7 @@ class RunComparison:
         return remaining_rows
 
     def _insert_cause(self, rows: list[ComparedPair]) -> None:
-        """Insert the op that causes the first difference before it, where `find_cause` knows one."""
+        """Insert, before the first difference, the op that `find_cause` or `find_backward_cause` returns."""
         row_index = next((i for i, (_, comparison) in enumerate(rows) if comparison.diverges), None)
         # A row of one run `only` is a cause that `_insert_last_result` has inserted.
         if row_index is None or rows[row_index][1].only:
@@ -272,7 +272,7 @@ class RunComparison:
             return
 
     def _is_effect(self, pair: Pair, comparison: Comparison) -> bool:
-        """Return True for an op that may differ only because another op's output, which it reads, does."""
+        """Return True for an op that may differ only as its inputs do; also for backward and unlike ops."""
         if comparison.is_retyped:
             return False
         if comparison.phase == "backward" or comparison.type != comparison.other_type:

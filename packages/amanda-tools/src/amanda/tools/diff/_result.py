@@ -107,7 +107,7 @@ class DiffResult(Result):
 
     @property
     def sentence(self) -> str:
-        """The first divergence: op, error, expected error, inputs, and the result of `bisect`."""
+        """The first divergence: op, errors, inputs, and the result of `bisect`; or the largest error."""
         first = self.first
         if first is None:
             worst = max(self.comparisons, key=lambda comparison: comparison.relative, default=None)

@@ -40,6 +40,7 @@ class Float64Tool(amanda.Tool):
     def __init__(self) -> None:
         super().__init__()
         self.narrow: set[str] = set()
+        # Stack of PyTorch's modes, from the first op of a scope to its end; else None.
         self._mode: Any = None
         self.add_inst_for_op(self._begin)
 
