@@ -58,7 +58,7 @@ def write_arrays(path: Path, arrays: Arrays, form: Format) -> None:
 
 
 def read_arrays(path: Path) -> Arrays:
-    """Return a file's arrays, of safetensors as flat bytes; raise AmandaError where that cannot be read."""
+    """Return a file's arrays, as bytes those of safetensors and types that npz lacks.  Raises AmandaError."""
     with parsing(path, "file of tensors"):
         if path.suffix == ".npz":
             return read_npz(path)

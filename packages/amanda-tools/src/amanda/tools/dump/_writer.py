@@ -111,6 +111,7 @@ class Writer:
         self.ops: list[Op] = []
         self.reports: list[Report] = []
         self.failure, self._has_warned = "", False
+        # Of the dump that the first write replaces; None without one, and for another process's of this run.
         self._stamp_of_older_dump, self._has_own_dump = _file_stamp(folder / INDEX), False
         self._check_folder(overwrite)
         self.clear()
