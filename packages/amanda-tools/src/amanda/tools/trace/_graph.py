@@ -361,6 +361,7 @@ class GraphRecorder:
         self.ops: list[RecordedOp] = []
         self.tensors: list[RecordedTensor] = []
         self._dropped = 0
+        # As `graph` returned it; None after a change.
         self._graph: Graph | None = None
 
     def add_tensor(self, new_tensor: Tensor, is_same_tensor: bool = False, from_outside: bool = False) -> int:

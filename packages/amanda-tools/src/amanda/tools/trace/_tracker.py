@@ -85,7 +85,7 @@ class LiveTensors:
         return None if live is None else live.index
 
     def current_index(self, tensor: Any) -> int | None:
-        """Return the index of a tensor at this moment, after recording the writes into its memory."""
+        """Return a tensor's index now, after recording writes into its memory; None for an unknown one."""
         live = self._live_by_id.get(id(tensor))
         if live is None:
             return None
@@ -397,7 +397,7 @@ class ExecutionTracker:
         return [index for index in indices if index is not None]
 
     def _matching_op(self, program_op: ProgramOp, inputs: Sequence[Any], recomputed: bool) -> int | None:
-        """Return the recorded op that an execution repeats; None for a new op."""
+        """Return the recorded op that an execution repeats, after the limit the last; None for a new op."""
         if not program_op.ops:
             return None
         # Roots, not indices: a parameter that an optimizer has written since is the same input.
