@@ -155,8 +155,10 @@ class ProcessResults:
         self, printer: Printer, tooling: Tooling, entry_by_label: Mapping[str, Any],
         missing_labels: Sequence[str], saw_op: bool,
     ) -> None:  # fmt: skip
-        """Save and print a tool's result, merged over processes, and unmatched selectors; or say why not."""
-        # entry_by_label: the tool's entries in the files of other processes.
+        """Save and print the result of one tool, merged with those of other processes; or say why none is.
+
+        Print what matched nothing too.  entry_by_label: the tool's entries in the files of other processes.
+        """
         name, result = tooling.name, getattr(tooling.tool, "result", None)
         labels = [*([self._label] if saw_op else []), *entry_by_label]
         if not labels:
