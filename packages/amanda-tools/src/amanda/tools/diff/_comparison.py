@@ -50,8 +50,7 @@ class ReadAgreement(NamedTuple):
 class RunComparison:
     """Two runs, the tensors of their ops or modules that are compared, and the errors up to which they agree.
 
-    rtol: the same for all; None for `MARGIN` times what is expected, and where that is not known for one by
-    element type.
+    rtol: the same for all; None for `MARGIN` times what is expected, or by element type if that is unknown.
     """
 
     def __init__(

@@ -60,8 +60,7 @@ def diff(
         control: A further run of a, whose distance from a is the expected error of each op: "again" repeats
             a, "float64" runs a in float64 (PyTorch), "auto" tries "float64" and falls back to "again"; or a
             dump or other source.  Errors up to ten times the expected error agree.
-        bisect: Run b again with a's value at the first op that diverges; `remaining` compares that run with
-            a.
+        bisect: Run b again with a's value at the first op that diverges; `remaining` compares it with a.
         bundle: A `.zip` file for the runs and the result; `amanda diff --open` reads it.
 
     Raises:

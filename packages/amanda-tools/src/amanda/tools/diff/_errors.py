@@ -406,8 +406,7 @@ class Expected:
     def error(self, entry: Entry, read_error: float = math.inf) -> float | None:
         """Return the error that is expected of a tensor of run a; None for an op that the control lacks.
 
-        read_error: how far what its op reads is off between the runs that are compared; inf where that is
-        unknown.
+        read_error: how far what its op reads is off between the runs that are compared; inf if unknown.
         """
         error = self.errors.get((entry.op, entry.execution))
         if error is None or not self.is_wider:

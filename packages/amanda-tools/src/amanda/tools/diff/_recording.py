@@ -427,9 +427,8 @@ class ProcessState:
                         # By id: modules may share a tensor, and tensors have no equality that is a bool.
                         tensor_by_id[id(tensor)] = tensor
             elif issubclass(kind, torch.optim.Optimizer) and hasattr(item, "state"):
-                self._optimizers_with_states.append(
-                    (item, {key: _state_copy(value) for key, value in item.state.items()})
-                )
+                states = {key: _state_copy(value) for key, value in item.state.items()}
+                self._optimizers_with_states.append((item, states))
         gradients = (tensor.grad if tensor.is_leaf else None for tensor in tensor_by_id.values())
         self._tensors_with_copies = [
             (tensor, tensor.detach().clone(), None if gradient is None else gradient.detach().clone())

@@ -225,10 +225,8 @@ class DiffResult(Result):
 
     def notes(self) -> Sequence[str]:
         """Return sentences on divergences, on differences that tolerances hide, and counts of verdicts."""
-        positions = self._positions().items()
-        notes = [
-            f"First divergence, {phase}: {self.comparisons[i]}" for phase, i in positions if i is not None
-        ]
+        rows = self._positions().items()
+        notes = [f"First divergence, {phase}: {self.comparisons[i]}" for phase, i in rows if i is not None]
         if not notes:
             worst = max((comparison.relative for comparison in self.comparisons), default=0.0)
             outcome = "No divergence" if self.hidden is None else "Nothing beyond the tolerance of ops before"
@@ -272,9 +270,8 @@ class DiffResult(Result):
     def _positions(self) -> dict[str, int | None]:
         """Return the row of the first divergence of each phase, None for a phase without one."""
         firsts = {phase: self._first(phase) for phase in get_args(Phase)}
-        return {
-            phase: None if first is None else self.comparisons.index(first) for phase, first in firsts.items()
-        }
+        row_of = self.comparisons.index
+        return {phase: None if first is None else row_of(first) for phase, first in firsts.items()}
 
     def _repr_html_(self) -> str:
         story = escape("\n".join([self.sentence, self.title, *self._growth_lines(), *self.notes()]))

@@ -200,7 +200,10 @@ def find_failing_op(record: Callable[[ToolAndOptions], Run], error: Exception) -
     run_by_compiled_count: dict[int, Run] = {}
 
     def does_fail(compiled_count: int) -> bool:
-        """Return True if a run of so many compiled ops fails alike, or keep it; raise `error` for others."""
+        """Run the program with so many ops compiled; return True if it fails, and keep the run if not.
+
+        Raises `error` where the program fails with an error of another type.
+        """
         try:
             run_by_compiled_count[compiled_count] = record((OpaqueTool, {"first": compiled_count}))
         except Exception as caught:
