@@ -313,8 +313,7 @@ def gather(
 ) -> Any:
     """Return the merged result of all ranks of a process group; every rank calls this with its own.
 
-    The result has the class of the ranks' results if these can be merged (see `merge`); else it is a
-    `Table`.
+    The result has the class of the ranks' results if these can be merged (see `merge`), else `Table`.
 
     Args:
         result: The result of this rank.
