@@ -125,10 +125,9 @@ class Graph:
     def inputs(self, op: Op) -> tuple[Tensor, ...]:
         """Return the tensors that an op reads, or of whose memory it writes a part."""
         # A write into a part of the memory leaves the rest, which the op thus reads.
-        earlier_tensors = (self.tensors[index].alias_of for index in op.writes)
-        return tuple(
-            self.tensors[index] for index in dict.fromkeys((*op.reads, *earlier_tensors)) if index is not None
-        )
+        earlier_indices = (self.tensors[index].alias_of for index in op.writes)
+        indices = dict.fromkeys((*op.reads, *earlier_indices))
+        return tuple(self.tensors[index] for index in indices if index is not None)
 
     def outputs(self, op: Op) -> tuple[Tensor, ...]:
         """Return the tensors that an op makes or writes."""

@@ -108,7 +108,10 @@ class LiveTensors:
             del writes[:-_WRITES_LIMIT]
 
     def writes_since(self, tensor: Any, serial: int) -> list[MemoryWrite]:
-        """Return the writes since a serial number that a tensor shows, in order; a whole one drops others."""
+        """Return the writes since a serial number that changed a tensor, in their order.
+
+        A write of all that the tensor sees hides those before it.  None of a tensor whose memory is unknown.
+        """
         writes: list[MemoryWrite] = []
         memory_and_span = None if serial == self.serial else self.values.memory(tensor)
         if memory_and_span is None:
