@@ -60,10 +60,8 @@ def _command(
     toolings = make_tools(specs, folders=[""])  # as Python calls the working directory
     load_states(states, toolings)
     with _exit_on_sigterm():
-        tools_to_write = [tooling.tool for tooling in toolings]
-        instrumented = amanda.instrument(
-            model, *tools_to_write, out=output, force=force, about=list(map(str, specs))
-        )
+        tools_to_write, about = [tooling.tool for tooling in toolings], list(map(str, specs))
+        instrumented = amanda.instrument(model, *tools_to_write, out=output, force=force, about=about)
     result, printer = InstrumentedResult(instrumented, model), Printer(quiet)
     results: list[Any] = [getattr(tooling.tool, "result", None) for tooling in toolings]
     # Most tools of a file have nothing to report: they never ran.

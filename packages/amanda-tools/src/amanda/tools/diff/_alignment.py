@@ -310,8 +310,7 @@ def _equal_pairs(values_a: Sequence[Hashable], values_b: Sequence[Hashable]) -> 
     """Return a matrix: True where a value of the first list, the row, equals one of the second."""
     # Values as numbers, which NumPy compares: equal values have one code.
     codes: dict[Hashable, int] = {}
-    codes_a, codes_b = (
-        [codes.setdefault(value, len(codes)) for value in values] for values in (values_a, values_b)
-    )
+    codes_a = [codes.setdefault(value, len(codes)) for value in values_a]
+    codes_b = [codes.setdefault(value, len(codes)) for value in values_b]
     are_equal: NDArray[np.bool_] = np.array(codes_a)[:, None] == np.array(codes_b)[None, :]
     return are_equal

@@ -55,8 +55,7 @@ def diff(
         max_bytes: Limit of the temporary folder that keeps the tensors of a function.
         compiled: For functions, as in `amanda.apply`.  "instrument" compares compiled code and returned
             values; the result says if a function returns other numbers without a tool.  "eager" runs compiled
-            callables op by op, and the result says so.  None is "instrument" for a function that calls
-            compiled callables.
+            callables op by op, and the result says so.  None is "instrument" where a function calls any.
         control: A further run of a, whose distance from a is the expected error of each op: "again" repeats
             a, "float64" runs a in float64 (PyTorch), "auto" tries "float64" and falls back to "again"; or a
             dump or other source.  Errors up to ten times the expected error agree.

@@ -95,9 +95,12 @@ class DiffResult(Result):
         return self.first is not None
 
     def fail(self, ops: Sequence[int], op: int, failure: str) -> None:
-        """Record that b fails at an op, with the failure in words; raise AmandaError if a lacks the op.
+        """Record that b fails at an op, with an infinite error; raise AmandaError if a lacks the op.
 
-        ops: the op of b for each comparison, which then has an infinite error.
+        Args:
+            ops: Op of b for each comparison.
+            op: Op of b that fails.
+            failure: The failure in words.
         """
         if op not in ops:
             raise AmandaError(f"b has {failure}, at an op that a does not have")
