@@ -41,7 +41,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import a command, or the session of a run, when it is asked for: a process runs only one command."""
+    """Import a command, or the session of a run, on demand; `made` is `make_tools`, with a warning."""
+    # A process runs only one command.
     if name == "made":
         warn_deprecated(f"{__name__}.made", f"{__name__}.make_tools", "amanda-tools 0.2", "0.4")
         return make_tools

@@ -92,11 +92,11 @@ class ProcessResults:
             result = getattr(tooling.tool, "result", None)
             if remark is not None and isinstance(result, Result):
                 result.remarks = [*result.remarks, remark]
-            saved = self._save(tooling, result, label)
+            saved_path = self._save(tooling, result, label)
             if isinstance(result, Result) and can_merge(result):
-                return {"saved": saved, "result": result.to_dict(), "text": None}
+                return {"saved": saved_path, "result": result.to_dict(), "text": None}
             text = None if result is None else _text_of(result, self._settings.view)
-            return {"saved": saved, "result": None, "text": text}
+            return {"saved": saved_path, "result": None, "text": text}
 
     def report(self, saw_op: bool) -> None:
         """Merge, save and print the results of all processes, then remove the files that they wrote."""
@@ -120,10 +120,10 @@ class ProcessResults:
             except Exception as error:  # the other tools' results are printed
                 self._note_loss(tooling, error)
         printer.say(*_distinct_sentences(self._messages, contents, "messages"))
-        killed = [f"{label} left no results: it was killed, or ended by os._exit" for label in missing_labels]
+        deaths = [f"{label} left no results: it was killed, or ended by os._exit" for label in missing_labels]
         # Lost results are told under --quiet too: their absence would pass for success.
         losses = _distinct_sentences(self._losses, contents, "lost")
-        printer.say(*dict.fromkeys([*losses, *killed]), anyway=True)
+        printer.say(*dict.fromkeys([*losses, *deaths]), anyway=True)
         # A rank leaves its .alive behind: the folder goes when all ranks have begun, and none is alive.
         if not self._settings.together or len(list(folder.glob("*.alive"))) >= rank_count:
             shutil.rmtree(folder, ignore_errors=True)
@@ -141,7 +141,7 @@ class ProcessResults:
         return contents
 
     def _check_content(self, content: Any) -> Any:
-        """Return the content of a process's file, messages as text; raise an error if something is absent."""
+        """Return a process's file, messages as text; raise an error if it lacks a part or has other tools."""
         # `read_json` names a damaged file, which must not take the results of the others with it.
         if len(content["tools"]) != len(self._toolings) or not isinstance(content["ranks"], int):
             raise ValueError("it is of other tools")
@@ -155,8 +155,10 @@ class ProcessResults:
         self, printer: Printer, tooling: Tooling, entry_by_label: Mapping[str, Any],
         missing_labels: Sequence[str], saw_op: bool,
     ) -> None:  # fmt: skip
-        """Save and print the result of one tool, merged with those of other processes; or say why none is."""
-        # entry_by_label: the tool's entries in the files of other processes.
+        """Save and print the result of one tool, merged with those of other processes; or say why none is.
+
+        Print what matched nothing too.  entry_by_label: the tool's entries in the files of other processes.
+        """
         name, result = tooling.name, getattr(tooling.tool, "result", None)
         labels = [*([self._label] if saw_op else []), *entry_by_label]
         if not labels:
@@ -175,22 +177,22 @@ class ProcessResults:
             # The merged file has the tool's name alone, those of single processes have labels.
             own_path = [self._save(tooling, result, self._label)] if saw_op and not self._merged_label else []
             merged = merge_results(results, missing_labels)
-            saved = self._save(tooling, merged, self._merged_label)
+            saved_path = self._save(tooling, merged, self._merged_label)
             paths = [*own_path, *(entry["saved"] for entry in entry_by_label.values())]
             if len(labels) > 1:
                 printer.say(f"{name} of {len(labels)} processes ({', '.join(labels)})")
             # The one process's own file has the same result, and is needed of a rank alone, to merge hosts.
-            elif saved and paths[0] and not labels[0].startswith("rank"):
+            elif saved_path and paths[0] and not labels[0].startswith("rank"):
                 Path(paths.pop()).unlink(missing_ok=True)
             printer.show(merged)
-            printer.say_saved(name, saved, *paths)
+            printer.say_saved(name, saved_path, *paths)
             return
         if saw_op:
-            saved = self._save(tooling, result, self._label if entry_by_label else self._merged_label)
+            saved_path = self._save(tooling, result, self._label if entry_by_label else self._merged_label)
             # A table without rows would say that no op was executed.
             if not unmatched or any(True for _ in getattr(result, "rows", tuple)()):
                 printer.show(result)
-            printer.say_saved(name, saved)
+            printer.say_saved(name, saved_path)
         for label, entry in entry_by_label.items():  # they cannot be merged
             printer.say(f"{name} of {label}")
             if entry["text"] is not None:
@@ -198,7 +200,7 @@ class ProcessResults:
             printer.say_saved(name, entry["saved"])
 
     def _save(self, tooling: Tooling, result: Any, label: str) -> str | None:
-        """Save a result, with `label` ahead of the file's name; return the path, None if nothing is saved."""
+        """Save a result, `label` ahead of the file's name; return its path, else None; note a failure."""
         # Without a path, for a result without `save`, and for a failure, which is noted as a loss.
         path = tooling.out
         if path is None and self._settings.output is not None:
@@ -236,8 +238,8 @@ class Printer:
 
     def say_saved(self, name: str, *paths: str | None) -> None:
         """Write the paths of the files with a tool's result, if there are any."""
-        if saved := [path for path in paths if path]:
-            self.say(f"{name} is in {', '.join(saved)}")
+        if saved_paths := [path for path in paths if path]:
+            self.say(f"{name} is in {', '.join(saved_paths)}")
 
     def show(self, result: Any) -> None:
         """Write a result, or the text of one."""

@@ -60,10 +60,8 @@ def _command(
     toolings = make_tools(specs, folders=[""])  # as Python calls the working directory
     load_states(states, toolings)
     with _exit_on_sigterm():
-        tools_to_write = [tooling.tool for tooling in toolings]
-        instrumented = amanda.instrument(
-            model, *tools_to_write, out=output, force=force, about=list(map(str, specs))
-        )
+        tools_to_write, about = [tooling.tool for tooling in toolings], list(map(str, specs))
+        instrumented = amanda.instrument(model, *tools_to_write, out=output, force=force, about=about)
     result, printer = InstrumentedResult(instrumented, model), Printer(quiet)
     results: list[Any] = [getattr(tooling.tool, "result", None) for tooling in toolings]
     # Most tools of a file have nothing to report: they never ran.
@@ -86,7 +84,7 @@ def instrument(arguments: Sequence[str] = ()) -> int:
 
 @contextmanager
 def _exit_on_sigterm() -> Iterator[None]:
-    """Convert SIGTERM to SystemExit within the context, so that temporary files are removed."""
+    """Convert SIGTERM to SystemExit in a context of the main thread, so that temporary files are removed."""
     # Handlers can be set on the main thread alone; on another SIGTERM keeps its handler.
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -154,9 +152,9 @@ class InstrumentedResult(Result):
         *(Column(place, total=True) for place in ("before", "instead", "after", "stored")),
     )  # fmt: skip
 
-    def __init__(self, done: Instrumented, model: Path) -> None:
-        self.title = f"{done.kind} {done.path}"
-        self._instrumented, self._model = done, model
+    def __init__(self, instrumented: Instrumented, model: Path) -> None:
+        self.title = f"{instrumented.kind} {instrumented.path}"
+        self._instrumented, self._model = instrumented, model
 
     def rows(self) -> Sequence[Sequence[Any]]:
         """Return types and tools with their numbers of routines; stored ones are counted as stored alone."""
@@ -175,11 +173,11 @@ class InstrumentedResult(Result):
         """Return sentences on the number of ops, stored routines, and ops that could not be instrumented."""
         instrumented = self._instrumented
         is_any_stored = any(routine.stored for routine in instrumented.inlined)
-        stored = ["Stored is what a routine makes of constants alone: it was computed now."]
+        stored_notes = ["Stored is what a routine makes of constants alone: it was computed now."]
         copy_text = f"; the copy has {len(instrumented.inlined)} routines" if instrumented.inlined else ""
         return [
             f"{instrumented.analysed} ops of {self._model} were analysed{copy_text}.",
-            *(stored if is_any_stored else []),
+            *(stored_notes if is_any_stored else []),
             *(f"Not instrumented: {op.what}: {op.reason}." for op in instrumented.left),
         ]
 

@@ -30,13 +30,13 @@ _USAGE_ERRORS = (SpecError, UnknownToolError)
 
 
 def exit_status(command: click.Command, name: str, arguments: Sequence[str], failure: int = 1) -> int:
-    """Run a subcommand; return its exit status, 2 for wrong usage.
+    """Run a subcommand; return its exit status, 2 for wrong usage, 130 after an interrupt.
 
     Args:
         command: Command of click, which parses the arguments.
         name: For messages, such as "amanda view".
         arguments: Words behind the name.
-        failure: Status after an AmandaError or an OSError, whose message goes to standard error.
+        failure: Status after an AmandaError, OSError or tool's error, printed to stderr; others are raised.
     """
     try:
         return int(command.main(list(arguments), name, standalone_mode=False, **_CLICK_SETTINGS) or 0)
@@ -134,7 +134,7 @@ def path_to_write(*forms: str) -> Callable[[str], Path]:
 
 
 def _report_error(name: str, text: str, status: int, error: BaseException | None = None) -> int:
-    """Write an error of a command to standard error; return the exit status."""
+    """Write an error, and notes of tools on it, to standard error if that works; return the exit status."""
     with suppress(OSError):  # a file on the full disk that the message is about, perhaps
         sys.stderr.write(printable("\n".join([f"{name}: {text}", *_notes_of_tools(error), ""])))
     return status
@@ -224,7 +224,7 @@ def read_config(path: Path) -> Config:
 
 
 def _read_table(path: Path) -> Any:
-    """Return the content of a TOML or YAML file; raise SpecError for any other."""
+    """Return the content of a TOML or YAML file, {} for an empty one; raise SpecError for any other."""
     try:
         with parsing(path, "configuration"):
             text = read_text(path).decode()

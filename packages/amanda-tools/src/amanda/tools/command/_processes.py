@@ -66,7 +66,7 @@ class RunSettings:
     tool_folders: list[str] = field(default_factory=list)
 
     def write_into(self, environment: MutableMapping[str, str]) -> None:
-        """Write the settings into an environment, and put the folder of our sitecustomize on PYTHONPATH."""
+        """Write the settings into an environment, our sitecustomize first on PYTHONPATH; drop its label."""
         environment[VARIABLE] = json.dumps(asdict(self))
         paths = (path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path != FOLDER)
         # First, since Python imports one sitecustomize alone; ours then imports the program's.
@@ -160,7 +160,7 @@ def by_number(label: str) -> list[tuple[str, int]]:
 
 
 def folder_of_ranks() -> str | None:
-    """Make or find the folder that the ranks of a launcher share; return its path, None without one."""
+    """Make or find the private folder that a launcher's ranks share; return its path, None without one."""
     # None outside of ranks, on several hosts, and where the folder may be another user's.
     if sys.platform == "win32" or number_of_ranks() < 2 or "RANK" not in os.environ:
         return None
@@ -190,7 +190,7 @@ def is_python(path: Path) -> bool:
 
 
 class Rank:
-    """One of several ranks: a lock file shows the others that the rank has not yet written its results."""
+    """One of several ranks: removes its old results, and locks a file until the new ones are written."""
 
     def __init__(self, folder: str, label: str) -> None:
         self._folder = Path(folder)

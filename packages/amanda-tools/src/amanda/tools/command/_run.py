@@ -86,9 +86,8 @@ def _command(
     if full and top is not None:
         raise SpecError("--full shows every row; give --full or --top, not both")
     folders = _tool_folders(configuration.tools, program)
-    toolings = make_tools(
-        configuration.tools, alone=True, folders=folders
-    )  # so that errors come before the program starts
+    # Made here so that errors come before the program starts.
+    toolings = make_tools(configuration.tools, alone=True, folders=folders)
     for spec, tooling in zip(configuration.tools, toolings, strict=True):
         if tooling.out is not None:  # absolute, for processes that start in another folder
             spec.options["out"] = str(tooling.out)
@@ -103,7 +102,7 @@ def _command(
 
 
 def _tool_folders(specs: Sequence[ToolSpec], program: Sequence[str]) -> list[str]:
-    """Return the folders of a program's scripts, and the working directory, for tools by import path."""
+    """Return the folders of a program's scripts, and the working directory, if a tool is an import path."""
     if not any("." in spec.name for spec in specs):
         return []
     script_folders = [Path(word).parent for word in program if word.endswith(".py")]
@@ -214,7 +213,7 @@ def launch(
 ) -> int:  # fmt: skip
     """Replace this process by the program, by `exec`, with the tools in its environment.
 
-    A program that Python does not run is a child process instead, whose exit status is returned.
+    On Windows, and if Python does not run it, the program is a child, whose exit status is returned.
     toolings: the tools of the specs.  output: folder for results.  options: further fields of `RunSettings`.
     Raises SpecError for a folder that cannot be made, and for a program that cannot be run.
     """
@@ -274,7 +273,7 @@ def _supervise(
     started_children: list[subprocess.Popen[bytes]] = []
 
     def forward_signal(number: int, frame: FrameType | None) -> None:
-        """Send a signal on to the child, at once or when it has started."""
+        """Send a signal on to the child, at once or when it has started, but for a SIGINT of a terminal."""
         # A terminal sends SIGINT to the child as well.
         if number == signal.SIGINT and os.isatty(0):
             return

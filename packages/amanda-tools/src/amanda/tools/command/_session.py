@@ -71,7 +71,7 @@ class Session:
     def _make_and_apply_tools(self, settings: RunSettings) -> None:
         """Make the tools of this process, with its label, messages and results, and open their scope.
 
-        Where results are saved at intervals, and in ranks, the thread that saves starts too.
+        A rank takes its lock.  In ranks, and for saves at intervals, the thread that saves starts too.
         """
         toolings = settings.toolings()
         # Tools without a selected phase leave out the construction of models, unless it is asked for.
@@ -96,7 +96,7 @@ class Session:
             self._start_saving_thread()
 
     def _start_saving_thread(self) -> None:
-        """Start the thread that saves results and receives signals."""
+        """Start the thread that saves results and receives signals, on POSIX and once per process."""
         if os.name == "posix" and self._saving_thread is None:
             self._saving_thread = Saving(self._save_present_results, self._settings.every)
             self._saving_thread.start()
@@ -168,7 +168,7 @@ class Session:
             self._results.write_for_root(self._saw_op)
 
     def _save_present_results(self) -> None:
-        """Write the present results for the root process; log the first failure, after which saves go on."""
+        """Write results so far, if any, for the root process; log the first failure, and let saves go on."""
         with self._writing_lock:
             if self._saw_op and not self._is_closed():
                 try:
@@ -216,10 +216,10 @@ class Session:
 
 
 class Messages(logging.Handler):
-    """Log handler that collects warnings of Amanda, such as ops that could not be instrumented.
+    """Log handler that collects Amanda's warnings, instead of the root logger and a parent process's handler.
 
     A record with an attribute `live`, such as the first NaN, is printed at once.
-    texts: the other messages, each once, which the end of the process prints.
+    texts: the other messages, such as ops that could not be instrumented, each once, printed at the end.
     """
 
     def __init__(self, quiet: bool, label: str) -> None:
@@ -244,7 +244,7 @@ class Messages(logging.Handler):
 
 
 def call_before_exec(write_results: Callable[[bool], Callable[[], None]]) -> None:
-    """Replace `os.execv` and `os.execve` by functions that call `write_results` first.
+    """Replace `os.execv` and `os.execve` by functions that call `write_results` first if the path can be run.
 
     write_results: takes True if the next program runs under the tools; returns a function that removes them.
     """
@@ -298,6 +298,7 @@ class Saving(threading.Thread):
     def __init__(self, save: Callable[[], None], every: float | None) -> None:
         super().__init__(name="amanda-saving", daemon=True)
         self._save_present_results, self._interval = save, every
+        # Of the signals that end the process, as `watch_signals` sets it; None before.
         self._handler: Any = None
         self._ended = threading.Event()
         self._read_end, self._write_end = os.pipe()
@@ -325,11 +326,11 @@ class Saving(threading.Thread):
         while not self._ended.is_set():
             # Waits for signals, of which Python writes the numbers as bytes, and for `end`, which writes 0;
             # nothing is readable when the interval has passed.
-            readable, _, _ = select.select([self._read_end], [], [], self._interval)
-            signal_bytes = os.read(self._read_end, 64) if readable else b""
+            readable_fds, _, _ = select.select([self._read_end], [], [], self._interval)
+            signal_bytes = os.read(self._read_end, 64) if readable_fds else b""
             ending_signals = set(signal_bytes) & {signal.SIGTERM, signal.SIGHUP, signal.SIGINT}
             # A handler in Python is given a moment to end all; other signals are none of ours.
-            if readable and (not ending_signals or self._ended.wait(_HANDLER_DELAY)):
+            if readable_fds and (not ending_signals or self._ended.wait(_HANDLER_DELAY)):
                 continue
             for number in ending_signals:
                 main_thread_id = threading.main_thread().ident
@@ -337,7 +338,7 @@ class Saving(threading.Thread):
                 if main_thread_id is not None and signal.getsignal(number) == self._handler:
                     signal.pthread_kill(main_thread_id, number)
             # A main thread in native code runs no handler: once it had its time, the results are saved here.
-            if not self._ended.wait(GRACE if readable else 0):
+            if not self._ended.wait(GRACE if readable_fds else 0):
                 # Results are computed with the framework, and are not ops of the program.
                 with amanda.disabled():
                     self._save_present_results()
@@ -361,6 +362,7 @@ def show_program_alone(before: Callable[[], None]) -> None:
     previous_hook, previous_thread_hook = sys.excepthook, threading.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """Strip an exception, call `before` if it ends the program, and call the hook that was there."""
         strip_traceback(error)
         # A program that calls the hook itself goes on, and so does a prompt after each error.
         if sys._getframe().f_back is None and not hasattr(sys, "ps1"):
@@ -379,16 +381,16 @@ def show_program_alone(before: Callable[[], None]) -> None:
 
 
 def strip_traceback(error: BaseException | None) -> None:
-    """Remove Amanda's frames from an exception that an op or a routine raised, and from its causes.
+    """Remove Amanda's frames from an exception that an op or a routine raised, its causes and members.
 
-    An exception that a tool's own code raised keeps the frames of tools.  Interrupts and errors of Amanda,
-    whose messages name the op and the tool, lose all of Amanda's frames.  Others of Amanda itself keep them.
+    An exception of a tool's own code keeps the frames of tools.  Interrupts, which lose Amanda's notes too,
+    and AmandaErrors, which name op and tool, lose all of Amanda's frames.  Other errors in Amanda keep them.
     """
     # Causes and contexts may lead in a circle.
     visited_ids: set[int] = set()
-    waiting = [error]
-    while waiting:
-        exception = waiting.pop()
+    exceptions_to_visit = [error]
+    while exceptions_to_visit:
+        exception = exceptions_to_visit.pop()
         if exception is None or id(exception) in visited_ids:
             continue
         visited_ids.add(id(exception))
@@ -405,7 +407,7 @@ def strip_traceback(error: BaseException | None) -> None:
         exception.__traceback__ = _without_our_frames(exception.__traceback__, may_remove)
         # Causes, contexts and members of exception groups are printed as well.
         members = getattr(exception, "exceptions", ())
-        waiting += [exception.__cause__, exception.__context__, *members]
+        exceptions_to_visit += [exception.__cause__, exception.__context__, *members]
 
 
 def _without_our_frames(

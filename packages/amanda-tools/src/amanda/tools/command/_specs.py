@@ -63,6 +63,7 @@ class CommandOption:
         return read(value, self.type)
 
     def __str__(self) -> str:
+        """Return name, type and default, as lists of options show them."""
         if not self.readable:
             return f"{self.name}, and {_NOT_TEXT}"
         option = options.Option(self.name, self.type, self.default)
@@ -88,9 +89,9 @@ def read(value: OptionValue, annotation: Any) -> Any:
 
 
 def _convert_text(value: OptionValue, annotation: Any) -> Any:
-    """Convert text, also in lists and mappings, to the annotation's type; return other values as they are.
+    """Convert text, also in lists and mappings, to the annotation's type; return other values unchecked.
 
-    The result is not checked yet.  Raises Unreadable for text of another type.
+    A list of one value counts as the value.  Raises Unreadable for other lists, text and types.
     """
     bare_type = _without_range(annotation)
     origin, type_arguments = get_origin(bare_type), get_args(bare_type)
@@ -129,7 +130,7 @@ def _unreadable_error(annotation: Any, why: str = "") -> Unreadable:
 
 
 def _read_literal(value: OptionValue, choices: Sequence[Any], annotation: Any) -> Any:
-    """Return the choice of a Literal that a value equals, itself or as text; raise Unreadable for none."""
+    """Return the choice that a value, or a list of one, equals, also as text; raise Unreadable for none."""
     if isinstance(value, list) and len(value) == 1:
         (value,) = value
     for member in choices:
@@ -141,7 +142,7 @@ def _read_literal(value: OptionValue, choices: Sequence[Any], annotation: Any) -
 
 
 def _read_list(value: OptionValue, kind: Any, element_types: Sequence[Any], annotation: Any) -> Any:
-    """Return a collection of the values in "a+b", or in a list of such texts; raise Unreadable for others."""
+    """Return the collection of "a+b", of a list of such texts, or of one value; else raise Unreadable."""
     # tuple[int, ...] has Ellipsis among its arguments, list has none.
     element_type = next((member for member in element_types if member is not Ellipsis), str)
     parts: list[Any] = []
@@ -188,12 +189,12 @@ def _is_readable(annotation: Any) -> bool:
     return origin is Literal or bare_type in _READER_BY_TYPE
 
 
-def _is_list(plain: Any) -> bool:
-    return plain in _LISTS or get_origin(plain) in _LISTS
+def _is_list(bare_type: Any) -> bool:
+    return bare_type in _LISTS or get_origin(bare_type) in _LISTS
 
 
 def _annotation_of(option: options.Option) -> Any:
-    """Return the annotation of an option, or the type of its default where no annotation can be read."""
+    """Return an option's annotation; without one, its default's type if text can express it, else str."""
     if option.annotation is not inspect.Parameter.empty:
         return option.annotation
     kind = type(option.default)
@@ -269,7 +270,7 @@ class ToolSpec:
         return f"{self.name}:{','.join(options)}" if options else self.name
 
     def make(self, steps: Steps, alone: bool = False) -> Tooling:
-        """Return a new tool, restricted to its selection.
+        """Return a new tool, restricted to its selection, which logs its values if the option `log` is given.
 
         Args:
             steps: Counter of steps, which tools share.
@@ -283,10 +284,10 @@ class ToolSpec:
         constructor = _find_tool_class(self.name)
         options = options_of(constructor)
         values = {name: self._read(name, value, options) for name, value in self.options.items()}
-        required = [option for option in options.values() if option.default is REQUIRED]
-        missing = [str(option) for option in required if option.name not in values]
-        if missing:
-            raise SpecError(f"tool {self.name} needs {', '.join(missing)}")
+        required_options = [option for option in options.values() if option.default is REQUIRED]
+        missing_options = [str(option) for option in required_options if option.name not in values]
+        if missing_options:
+            raise SpecError(f"tool {self.name} needs {', '.join(missing_options)}")
         # A selector of a name that the tool has as an option itself is the tool's; `every` belongs to `log`.
         tool_options = options.keys() - ({"every"} if "log" in values else set())
         selectors = {name: values.pop(name) for name in SELECTORS if name in values.keys() - tool_options}
@@ -340,8 +341,8 @@ class ToolSpec:
 def split_tools(word: str) -> list[str]:
     """Return the specs of `flops,profile`, or of `flops:type=conv2d,profile:kernels`.
 
-    A comma begins a tool where the name of a registered tool, alone or with a colon, follows; elsewhere the
-    comma stands between options.
+    A comma begins a tool where the name of a registered tool, alone or with a colon, follows, and behind a
+    tool without options; elsewhere the comma stands between options.
     """
     registered_names = {plugin.name for plugin in amanda.list_tools()}
     specs: list[str] = []
@@ -394,7 +395,7 @@ def make_tools(specs: Iterable[ToolSpec], alone: bool = False, folders: Sequence
 
 @functools.cache  # a forked process need not look them up again
 def _find_tool_class(name: str) -> Any:
-    """Return the registered tool of a name, or the class at an import path; raise SpecError without one."""
+    """Return the registered tool of a name, or what is at an import path; raise SpecError if that fails."""
     module_name, dot, class_name = name.rpartition(".")
     if not dot:
         return tool_class(name)

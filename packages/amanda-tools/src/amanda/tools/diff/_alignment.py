@@ -65,8 +65,8 @@ def pair_same_ops(
     for (i, j), (next_i, next_j) in pairwise([(-1, -1), *near_pairs, (len(ops_a), len(ops_b))]):
         gap_a, gap_b = range(i + 1, next_i), range(j + 1, next_j)
         # Where there are too many ops to align, those that difflib has paired stay together.
-        in_gap = [(m, n) for m, n in common_pairs if m in gap_a and n in gap_b]
-        pairs += similarity.align(gap_a, gap_b) or in_gap
+        pairs_in_gap = [(m, n) for m, n in common_pairs if m in gap_a and n in gap_b]
+        pairs += similarity.align(gap_a, gap_b) or pairs_in_gap
     return [(ops_a[i], ops_b[j]) for i, j in sorted(pairs)]
 
 
@@ -310,8 +310,7 @@ def _equal_pairs(values_a: Sequence[Hashable], values_b: Sequence[Hashable]) -> 
     """Return a matrix: True where a value of the first list, the row, equals one of the second."""
     # Values as numbers, which NumPy compares: equal values have one code.
     codes: dict[Hashable, int] = {}
-    codes_a, codes_b = (
-        [codes.setdefault(value, len(codes)) for value in values] for values in (values_a, values_b)
-    )
-    equal: NDArray[np.bool_] = np.array(codes_a)[:, None] == np.array(codes_b)[None, :]
-    return equal
+    codes_a = [codes.setdefault(value, len(codes)) for value in values_a]
+    codes_b = [codes.setdefault(value, len(codes)) for value in values_b]
+    are_equal: NDArray[np.bool_] = np.array(codes_a)[:, None] == np.array(codes_b)[None, :]
+    return are_equal

@@ -32,8 +32,8 @@ def find_cause(
 ) -> Cause | None:  # fmt: skip
     """Find the op that causes the different inputs of an op, by the first of these that leads to one.
 
-    An op without a counterpart that made the input, or else an op in place that wrote into it; None for
-    neither.  differing_reads: tensors that the op reads and that differ, with relative errors and bounds.
+    An op without a counterpart that made the input, or else an op in place that wrote into it; else None.
+    differing_reads: pairs, with errors and bounds; joined tensors, and pairs of two shapes, are skipped.
     """
     for read_pair, error, bound in differing_reads:
         is_derived = any(run.is_derived(entry) for run, entry in zip(runs, read_pair, strict=True))
@@ -54,23 +54,24 @@ def find_cause(
 
 
 def _before_unmatched_ops(
-    run: Run, flow: DataFlow, matched: Collection[Execution], read: Entry, bound: float, dtypes: set[str]
+    run: Run, flow: DataFlow, matched: Collection[Execution], entry: Entry, bound: float, dtypes: set[str]
 ) -> Entry:
     """Return a tensor as it was before ops without a counterpart that changed it by no more than a bound."""
     # dtypes: element types of the tensor in both runs.  Of a cast from one to the other, the op that reads
     # its result is named: it has two element types.
     cast_bound = max(bound, *(TOLERANCES.get(dtype, 0.0) for dtype in dtypes)) if len(dtypes) > 1 else bound
-    while (output := flow.producer(read)) and (output.op, output.execution) not in matched:
+    while (output := flow.producer(entry)) and (output.op, output.execution) not in matched:
         entries = (e for e in run.tensors_read(output.op, output.execution) if e.shape == output.shape)
         bounds = ((e, cast_bound if {e.dtype, output.dtype} == dtypes else bound) for e in entries)
-        unchanged = next((e for e, bound in bounds if _change(run, e, output) <= bound), None)
-        if unchanged is None:
+        unchanged_entry = next((e for e, bound in bounds if _change(run, e, output) <= bound), None)
+        if unchanged_entry is None:
             break
-        read = unchanged
-    return read
+        entry = unchanged_entry
+    return entry
 
 
 def _change(run: Run, entry: Entry, output: Entry) -> float:
+    """Return the relative error of an op's output from a tensor that the op read, element by element."""
     # Not `distance`: a transposed tensor may be the same to it, in another layout.
     before, after = run.array(entry), run.array(output)
     if before is None or after is None:

@@ -50,8 +50,7 @@ class ReadAgreement(NamedTuple):
 class RunComparison:
     """Two runs, the tensors of their ops or modules that are compared, and the errors up to which they agree.
 
-    rtol: the same for all; None for `MARGIN` times what is expected, and where that is not known for one by
-    element type.
+    rtol: the same for all; None for `MARGIN` times what is expected, or by element type if that is unknown.
     """
 
     def __init__(
@@ -72,7 +71,7 @@ class RunComparison:
         self.unevenly_called: list[str] = []
         """Modules that one run called more often than the other: their last outputs were compared."""
 
-    def sort_by_execution(self, compared: Iterable[ComparedPair]) -> list[ComparedPair]:
+    def sort_by_execution(self, compared_pairs: Iterable[ComparedPair]) -> list[ComparedPair]:
         """Return comparisons in the order in which run a executed; of a graph, in which its ops were met.
 
         A difference raises later tolerances to its op's.  Raises AmandaError if the runs share no op.
@@ -86,7 +85,7 @@ class RunComparison:
 
         rows: list[ComparedPair] = []
         raised_tolerance = 0.0
-        for pair, comparison in sorted(compared, key=order_key):
+        for pair, comparison in sorted(compared_pairs, key=order_key):
             rows.append((pair, replace(comparison, tolerance=max(raised_tolerance, comparison.by_type))))
             # Precision that was lost is lost for what follows, unless a control says what to expect.
             if comparison.relative and self._expected is None:
@@ -98,8 +97,7 @@ class RunComparison:
     def compare_ops(
         self, b_path_by_a_path: Mapping[str, str]
     ) -> tuple[list[ComparedPair], tuple[list[Op], list[Op]]]:
-        """Match ops and compare each match; return also the ops of each run that the other does not have."""
-        # The matches stay in `matches`, for `explain`.
+        """Match ops, keep the matches for `explain`, compare each; return also ops of one run alone."""
         op_matches = OpMatches(self._runs, self.flows, self.matcher, b_path_by_a_path)
         matches, self._last_result_matches = op_matches.matches, op_matches.last_result_matches
         self.matches = {match.first_execution: match for match in matches}
@@ -116,11 +114,11 @@ class RunComparison:
         return compared_pairs, (only_a, only_b)
 
     def compare_modules(self, b_path_by_a_path: Mapping[str, str]) -> Iterator[ComparedPair]:
-        """Compare the outputs of modules, visit by visit, and the gradients of their weights."""
+        """Compare outputs of modules by visit, and weight gradients; list reordered and uneven modules."""
         for name, other_name in b_path_by_a_path.items():
-            tests = [module_test(run, n) for run, n in zip(self._runs, (name, other_name), strict=True)]
+            path_tests = [module_test(run, n) for run, n in zip(self._runs, (name, other_name), strict=True)]
             # A visit: the ops of one call of the module.
-            visits_by_run = [[*visits(*side)] for side in zip(self._runs, tests, strict=True)]
+            visits_by_run = [[*visits(*side)] for side in zip(self._runs, path_tests, strict=True)]
             if len(visits_by_run[0]) != len(visits_by_run[1]):  # exporters move ops, which cuts a call in two
                 # All visits become one; that is exact if both runs have as many products in it.
                 visits_by_run = [[[*chain(*run_visits)]] for run_visits in visits_by_run]
@@ -130,7 +128,7 @@ class RunComparison:
                     self.unevenly_called.append(name)
             for visit_pair in zip(*visits_by_run, strict=True):
                 yield from self._module_outputs(name, visit_pair)
-            gradients = [weight_gradients(*side) for side in zip(self._runs, tests, strict=True)]
+            gradients = [weight_gradients(*side) for side in zip(self._runs, path_tests, strict=True)]
             for entries, other_entries in zip(*gradients, strict=False):
                 for pair in self._pair_entries(entries, other_entries):
                     yield pair, self._make_comparison(pair, *self._measure_distance(pair))
@@ -212,12 +210,12 @@ class RunComparison:
         if not (agreements and all(agreements)):
             return rows
         # Such ops are steps of another way to the same results.
-        other_rows = [row for row in rows if not (row[1].diverges and self._is_effect(*row))]
-        self.dismissed_count = len(rows) - len(other_rows)
-        return other_rows
+        remaining_rows = [row for row in rows if not (row[1].diverges and self._is_effect(*row))]
+        self.dismissed_count = len(rows) - len(remaining_rows)
+        return remaining_rows
 
     def _insert_cause(self, rows: list[ComparedPair]) -> None:
-        """Insert the op that causes the first difference before it, where `find_cause` knows one."""
+        """Insert, before the first difference, the op that `find_cause` or `find_backward_cause` returns."""
         row_index = next((i for i, (_, comparison) in enumerate(rows) if comparison.diverges), None)
         # A row of one run `only` is a cause that `_insert_last_result` has inserted.
         if row_index is None or rows[row_index][1].only:
@@ -273,7 +271,7 @@ class RunComparison:
             return
 
     def _is_effect(self, pair: Pair, comparison: Comparison) -> bool:
-        """Return True for an op that may differ only because another op's output, which it reads, does."""
+        """Return True for an op that may differ only as its inputs do; also for backward and unlike ops."""
         if comparison.is_retyped:
             return False
         if comparison.phase == "backward" or comparison.type != comparison.other_type:
@@ -364,7 +362,7 @@ class RunComparison:
         return None if self._expected is None else self._expected.error(pair[0], read_error)
 
     def agreement(self, pair: Pair) -> ReadAgreement:
-        """Compare two tensors that ops of both runs read."""
+        """Compare two tensors that ops read; `bound` is at least the tolerance of their element types."""
         difference, bound = self._measure_distance(pair)
         # What an op reads has gone through views and casts, for which no error of a control is known.
         bound = max(bound, tolerance(pair[0].dtype, pair[1].dtype, self._rtol))
@@ -410,11 +408,11 @@ def expected_errors(run: Run, control: Run) -> Expected:
     # err at most as much as what it reads, or as its element type rounds, even where the distance is larger.
     runs = run, control
     compared_runs = RunComparison(*runs, None)
-    compared, _ = compared_runs.compare_ops({})
-    is_wider = any(comparison.dtypes[0] != comparison.dtypes[1] for _, comparison in compared)
+    compared_pairs, _ = compared_runs.compare_ops({})
+    is_wider = any(comparison.dtypes[0] != comparison.dtypes[1] for _, comparison in compared_pairs)
     error_by_execution: dict[tuple[int, int], float] = {}
     largest_before = 0.0
-    for pair, comparison in compared:
+    for pair, comparison in compared_pairs:
         execution = pair[0].op, pair[0].execution
         match = compared_runs.matches[execution]
         error = _error_from_control(runs, match, comparison)
@@ -439,6 +437,6 @@ def _error_from_control(runs: tuple[Run, Run], match: OpMatch, comparison: Compa
         a, b = (run.array(entry) for run, entry in zip(runs, pair, strict=True))
         if a is None or b is None or a.shape != b.shape:
             return LARGEST
-        finite = np.isfinite(a) & np.isfinite(b)
-        errors.append(array_distance(a[finite], b[finite]).relative)
+        are_finite = np.isfinite(a) & np.isfinite(b)
+        errors.append(array_distance(a[are_finite], b[are_finite]).relative)
     return min(max(errors), LARGEST)

@@ -55,13 +55,11 @@ def diff(
         max_bytes: Limit of the temporary folder that keeps the tensors of a function.
         compiled: For functions, as in `amanda.apply`.  "instrument" compares compiled code and returned
             values; the result says if a function returns other numbers without a tool.  "eager" runs compiled
-            callables op by op, and the result says so.  None is "instrument" for a function that calls
-            compiled callables.
+            callables op by op, and the result says so.  None is "instrument" where a function calls any.
         control: A further run of a, whose distance from a is the expected error of each op: "again" repeats
             a, "float64" runs a in float64 (PyTorch), "auto" tries "float64" and falls back to "again"; or a
             dump or other source.  Errors up to ten times the expected error agree.
-        bisect: Run b again with a's value at the first op that diverges; `remaining` compares that run with
-            a.
+        bisect: Run b again with a's value at the first op that diverges; `remaining` compares it with a.
         bundle: A `.zip` file for the runs and the result; `amanda diff --open` reads it.
 
     Raises:
@@ -98,28 +96,28 @@ def _compare_runs(
     expected: Expected | None,
 ) -> tuple[DiffResult, list[Pair]]:  # fmt: skip
     """Compare two runs by ops or modules, as `diff` chooses; return also the tensors of each comparison."""
-    notes, comparing = _notes_on_compiled(run, other_run), RunComparison(run, other_run, rtol, expected)
+    notes, run_comparison = _notes_on_compiled(run, other_run), RunComparison(run, other_run, rtol, expected)
     # Ops of two frameworks have no names in common, modules mostly have.
     if by == "op" or (by is None and run.has_same_kind_of_ops(other_run)):
-        compared_ops, unmatched_ops = comparing.compare_ops(mapping or {})
-        rows = comparing.explain(comparing.sort_by_execution(compared_ops))
-        notes += _notes_on_pieces(comparing)
+        compared_ops, unmatched_ops = run_comparison.compare_ops(mapping or {})
+        rows = run_comparison.explain(run_comparison.sort_by_execution(compared_ops))
+        notes += _notes_on_pieces(run_comparison)
         result = DiffResult(run.name, other_run.name, [row for _, row in rows], *unmatched_ops, told=notes)
         return result, [pair for pair, _ in rows]
     if by is None:
         modes = f"a ran as {_mode(run)}, b as {_mode(other_run)}"
         notes.append(f'Modules were compared, not ops: {modes}; by="op" compares ops')
-    names = mapping
-    if names is None:
-        names = pair_same_modules(run, other_run)
-        names_by_run = ("a", run, set(names)), ("b", other_run, set(names.values()))
-        for label, recorded, paired_paths in names_by_run:
-            if unpaired := [path for path in module_paths(recorded) if path not in paired_paths]:
+    b_path_by_a_path = mapping
+    if b_path_by_a_path is None:
+        b_path_by_a_path = pair_same_modules(run, other_run)
+        paths_by_run = ("a", run, set(b_path_by_a_path)), ("b", other_run, set(b_path_by_a_path.values()))
+        for label, run_of_label, paired_paths in paths_by_run:
+            if unpaired := [path for path in module_paths(run_of_label) if path not in paired_paths]:
                 notes.append(f"Modules of {label} that were not compared: {_listed(unpaired)}")
-    rows = comparing.sort_by_execution(comparing.compare_modules(names))
-    notes += [*_notes_on_modules(comparing), *_notes_on_pieces(comparing)]
+    rows = run_comparison.sort_by_execution(run_comparison.compare_modules(b_path_by_a_path))
+    notes += [*_notes_on_modules(run_comparison), *_notes_on_pieces(run_comparison)]
     comparisons = [comparison for _, comparison in rows]
-    result = DiffResult(run.name, other_run.name, comparisons, modules=list(names), told=notes)
+    result = DiffResult(run.name, other_run.name, comparisons, modules=list(b_path_by_a_path), told=notes)
     return result, [pair for pair, _ in rows]
 
 
@@ -146,30 +144,29 @@ def _listed(names: Sequence[str]) -> str:
     return f"{', '.join(names[:_MAX_NAMES])}{suffix}"
 
 
-def _notes_on_modules(comparing: RunComparison) -> list[str]:
+def _notes_on_modules(run_comparison: RunComparison) -> list[str]:
     """Return sentences on modules that were not compared, or by their last outputs alone."""
     notes = []
-    if comparing.reordered_modules:
-        notes.append(
-            f"Modules whose axes do not match, and were not compared: {_listed(comparing.reordered_modules)}"
-        )
-    if comparing.unevenly_called:
+    if run_comparison.reordered_modules:
+        module_names = _listed(run_comparison.reordered_modules)
+        notes.append(f"Modules whose axes do not match, and were not compared: {module_names}")
+    if run_comparison.unevenly_called:
         notes.append(
             "Modules that one run called more often than the other, of which the last outputs alone were "
-            f"compared: {_listed(comparing.unevenly_called)}"
+            f"compared: {_listed(run_comparison.unevenly_called)}"
         )
     return notes
 
 
-def _notes_on_pieces(comparing: RunComparison) -> list[str]:
+def _notes_on_pieces(run_comparison: RunComparison) -> list[str]:
     """Return sentences on how many ops were joined from pieces, left out, or differ without consequence."""
-    matcher = comparing.matcher
+    matcher = run_comparison.matcher
     count_by_sentence = {
         "ops ran once in one run and in pieces in the other: the pieces were joined": matcher.joined_count,
         "ops in pieces do not make up what the other run gave, and were left": matcher.unlike_count,
         "executions of ops that one run has more than the other were not compared": matcher.unmatched_count,
         "ops differ though the runs come to the same results: they are parts of two ways to compute these":
-            comparing.dismissed_count,
+            run_comparison.dismissed_count,
     }  # fmt: skip
     return [f"{count} {text}" for text, count in count_by_sentence.items() if count]
 
@@ -179,8 +176,8 @@ def _check_module(run: Run, name: str) -> None:
     is_inside = module_test(run, name)
     paths = {dotted(op.module) for op in run.ops if op.module}
     if not any(map(is_inside, paths)):
-        near = get_close_matches(name, paths, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(sorted(paths)[:8])}"
+        candidates = get_close_matches(name, paths, n=1)
+        hint = f"did you mean {candidates[0]!r}?" if candidates else f"it has {', '.join(sorted(paths)[:8])}"
         raise AmandaError(f"module {name!r} of the mapping executed nothing in {run.name}; {hint}")
 
 
@@ -293,10 +290,7 @@ def _find_source(
 
 
 def _read_mapping(texts: Sequence[str]) -> dict[str, str] | None:
-    """Return names of modules of B by those of A, of M=N or of JSON files; None without any.
-
-    Raises SpecError for other text.
-    """
+    """Return modules of B by those of A, of M=N or JSON files; None without any; raise SpecError else."""
     b_module_by_a_module: dict[str, str] = {}
     for text in texts:
         name, equals, other_name = text.partition("=")

@@ -47,7 +47,7 @@ class Distance:
 
 
 def tolerance(dtype_a: str, dtype_b: str, rtol: float | None = None) -> float:
-    """Return the relative error up to which tensors of two element types agree: the more precise type's."""
+    """Return rtol, if given, else the tolerance of the more precise floating type; 0.0 for other types."""
     if rtol is not None:
         return rtol
     tolerances = [TOLERANCES[dtype] for dtype in (dtype_a, dtype_b) if dtype in TOLERANCES]
@@ -72,15 +72,16 @@ def distance(
 
 
 def array_distance(a: NDArray[Any], b: NDArray[Any], floor: float = 0.0) -> Distance:
-    """Return the distance of two arrays of the same shape, computed in float64; floor: as of `distance`."""
+    """Return the distance of two arrays of one shape, in float64; inf if their NaN or Inf differ."""
+    # floor: as of `distance`.
     a, b = (array.astype(np.complex128 if array.dtype.kind == "c" else np.float64) for array in (a, b))
     # NaN and Inf agree where both have them at the same places; the distance is of the other numbers.
-    finite = np.isfinite(a) & np.isfinite(b)
-    if not finite.all():
-        nonfinite = ~finite
-        if not np.array_equal(a[nonfinite], b[nonfinite], equal_nan=True):
+    are_finite = np.isfinite(a) & np.isfinite(b)
+    if not are_finite.all():
+        are_nonfinite = ~are_finite
+        if not np.array_equal(a[are_nonfinite], b[are_nonfinite], equal_nan=True):
             return Distance(math.inf, math.inf)
-        a, b = a[finite], b[finite]
+        a, b = a[are_finite], b[are_finite]
     a, b = a.reshape(-1), b.reshape(-1)
     if not a.size:
         return Distance(0.0, 0.0, cosine=1.0)
@@ -102,7 +103,7 @@ def _norm(array: NDArray[Any]) -> float:
 
 
 def summary_distance(entry: Entry, other_entry: Entry, floor: float = 0.0) -> Distance:
-    """Return a lower bound of the distance of two tensors: the largest that statistics and samples show."""
+    """Return a lower bound of a distance, the largest that summaries show; inf for other counts."""
     a, b = entry.summary.statistics, other_entry.summary.statistics
     kind_counts = (a.elements, a.nan, a.inf, a.negative_inf)
     if kind_counts != (b.elements, b.nan, b.inf, b.negative_inf):
@@ -134,7 +135,7 @@ def noise_floor(entries: Iterable[Entry]) -> float:
 
 
 def pair_entries(entries: Sequence[Entry], other_entries: Sequence[Entry]) -> Iterator[tuple[Entry, Entry]]:
-    """Pair entries of the same role and position, in order."""
+    """Pair entries of the same role and position, in order; leave out those without a partner."""
     unpaired = list(other_entries)
     for entry in entries:
         partner = next((e for e in unpaired if (e.role, e.position) == (entry.role, entry.position)), None)
@@ -216,16 +217,16 @@ def join_pieces(run: Run, whole: Entry, other_run: Run, parts: Sequence[Entry]) 
     shape = (*whole.shape[:axis], extent, *whole.shape[axis + 1 :])
     # The joined tensor is in no file: its numbers are concatenated when they are read.
     read_parts = partial(_concatenate_parts, other_run, parts, axis) if has_numbers else None
-    joined = other_run.add_derived(parts[0]._replace(shape=shape, summary=summary), read_parts)
+    joined_entry = other_run.add_derived(parts[0]._replace(shape=shape, summary=summary), read_parts)
     if extent == length:
-        return whole, joined
+        return whole, joined_entry
     # The part that a run computes may be the beginning or the end of the whole: the nearer end counts.
     ends = [
         run.add_derived(whole._replace(shape=shape), partial(_take_range, run, whole, axis, start, extent))
         for start in (length - extent, 0)
     ]
     numbers = _concatenate_parts(other_run, parts, axis)
-    return min(ends, key=lambda entry: array_distance(_array(run, entry), numbers).relative), joined
+    return min(ends, key=lambda entry: array_distance(_array(run, entry), numbers).relative), joined_entry
 
 
 def piece_ranges(wholes: Sequence[Entry], parts: Sequence[Entry]) -> list[range] | None:
@@ -352,6 +353,7 @@ class Comparison:
         return f"{place} ({self.phase}), which is {other_place} in b"
 
     def __str__(self) -> str:
+        """Return lines on the op: its place in both runs, its error, element types, inputs and weight."""
         lines = [place_text(self.type, self.module, self.phase, self.source)]
         if self.only:
             lines.append(f"  {self.reason}")
@@ -404,8 +406,7 @@ class Expected:
     def error(self, entry: Entry, read_error: float = math.inf) -> float | None:
         """Return the error that is expected of a tensor of run a; None for an op that the control lacks.
 
-        read_error: how far what its op reads is off between the runs that are compared; inf where that is
-        unknown.
+        read_error: how far what its op reads is off between the runs that are compared; inf if unknown.
         """
         error = self.errors.get((entry.op, entry.execution))
         if error is None or not self.is_wider:

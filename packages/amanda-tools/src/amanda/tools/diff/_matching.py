@@ -107,7 +107,7 @@ class ExecutionMatcher:
         return self._match_pieces(*executions, may_differ) or []
 
     def match_results(self, index: int, other_index: int) -> list[OpMatch]:
-        """Match the last ops of two runs, of any type; [] where their tensors have other shapes."""
+        """Match the last ops of two runs, of any type; [] where shapes or numbers of executions differ."""
         executions = self._executions([index], 0), self._executions([other_index], 1)
         matches = _match_in_order(*executions)
         if len(executions[0]) != len(executions[1]):
@@ -169,7 +169,7 @@ class ExecutionMatcher:
     def _match_pieces(
         self, executed: Sequence[ExecutedOp], other_executed: Sequence[ExecutedOp], may_differ: bool
     ) -> list[OpMatch] | None:
-        """Match executions of one run with the pieces of them in the other; None where these do not fit."""
+        """Match and count executions of one run and pieces of them in the other; None if these do not fit."""
         # may_differ: the values of a whole and of its pieces need not be near.
         outputs_a, outputs_b = ([outputs for _, outputs in side] for side in (executed, other_executed))
         is_swapped = _are_pieces(outputs_a, outputs_b)
@@ -198,7 +198,7 @@ class ExecutionMatcher:
         return [run.is_derived(entry) for run, entry in zip(self._runs, pair, strict=True)]
 
     def is_near(self, pairs: Sequence[Pair]) -> bool:
-        """Return True if tensors that are neither scalars nor constants have about the same values."""
+        """Return True if pairs of no scalars or constants have about the same values; False without any."""
         # Scalars and constants are near to those of any op.
         distinctive_pairs = [pair for pair in pairs if is_distinctive(pair[0])]
         return bool(distinctive_pairs) and all(self._distance(pair) <= NEAR for pair in distinctive_pairs)

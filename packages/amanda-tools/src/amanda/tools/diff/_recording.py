@@ -46,7 +46,7 @@ def _is_not_in_result(record: logging.LogRecord) -> bool:
 
 @dataclass
 class FunctionProgram:
-    """A function and what it is called with; returned: what it gave at its last run."""
+    """A function and what it is called with; returned: arrays that its last run gave, none of eager code."""
 
     call: Callable[..., Any]
     inputs: Sequence[Any]
@@ -62,11 +62,11 @@ class FunctionProgram:
         Raises AmandaError for a function without ops to compare, and for tensors that cannot be kept.
         """
         dump_tool = DumpTool(folder, **_dump_options(self.max_bytes))
-        made_tools: list[Any] = [tool_class(**options) for tool_class, options in tools_before]
+        other_tools: list[Any] = [tool_class(**options) for tool_class, options in tools_before]
         _logger.addFilter(_is_not_in_result)
         try:
             # The recording tool comes last: it records what the tools before it changed.
-            with amanda.apply(*made_tools, dump_tool, compiled=self.compiled):
+            with amanda.apply(*other_tools, dump_tool, compiled=self.compiled):
                 returned = self.call(*self.inputs)
         except BaseException:
             dump_tool.clear()  # else it would be written when the folder is gone
@@ -80,7 +80,7 @@ class FunctionProgram:
             raise AmandaError(f"{name} executed no op that could be compared")
         if result.failure:
             raise AmandaError(f"what {name} computed cannot be kept: {result.failure}")
-        remarks = [remark for tool_before in made_tools for remark in tool_before.remarks]
+        remarks = [remark for tool in other_tools for remark in tool.remarks]
         run = replace(run_of_dump(_complete_dump(result.folder, name)), name=name, remarks=remarks)
         self.returned = _arrays(returned) if run.in_graph else []
         return run
@@ -104,14 +104,14 @@ class Command:
     python: Name = sys.executable
 
     def record(self, folder: Path, *extra: ToolAndOptions) -> Run:
-        """Run the program under a `DumpTool`; its output goes to standard error.
+        """Run the program under a `DumpTool`, its output to standard error; return its run, or rank 0's.
 
         Args:
             folder: Folder for the dump.
             *extra: Further tools, which run ahead of the dump: the class and options of each.
 
         Raises:
-            AmandaError: For a program that fails or executes no op.
+            AmandaError: For a program that fails, cannot be run, or executes no op, and for a partial dump.
         """
         tools = [(f"{kind.__module__}.{kind.__qualname__}", options) for kind, options in extra]
         tools.append(("dump", {"folder": folder, **_dump_options(self.max_bytes)}))
@@ -218,6 +218,7 @@ class RecordedRuns:
         self._folder, self._may_record_compiled = folder, compiled is None
 
         def program(source: Source) -> Program | None:
+            """Return a command, or a function with its inputs; None for what is recorded already."""
             if isinstance(source, Command):
                 return source
             mode = compiled or "eager"
@@ -237,8 +238,10 @@ class RecordedRuns:
         self.recorded = {"a": self.a, "b": self.b}
 
     def _record_eager_or_compiled(self, label: str, program: Program) -> Run:
-        """Record a or b; as compiled code where nothing else was asked for and the function has such code."""
-        # Where compiled code of a does not run under tools, the eager run stays, with a remark.
+        """Record a or b; if no mode was asked for, once more as compiled code where the function has any.
+
+        Later runs are then compiled too.  Where compiled code of a fails under tools, the eager run stays.
+        """
         if not self._may_record_compiled or isinstance(program, Command):
             return self._record_checked(label, label, program)
         eager_run = self._record(label, program)
@@ -257,8 +260,10 @@ class RecordedRuns:
         return run
 
     def _record_checked(self, label: str, folder: str, program: Program) -> Run:
-        """Record a or b; where compiled code of b fails, with eager ops from the one that fails on."""
-        # `failure` names that op.  Of compiled code, a remark says if it returns other values without a tool.
+        """Record a or b; where compiled code of b fails, with eager ops from the one that fails on.
+
+        `failure` names that op.  A compiled function also runs without a tool: `remarks` say if it differs.
+        """
         try:
             run = self._record(folder, program)
         except Exception as error:
@@ -266,16 +271,15 @@ class RecordedRuns:
             if label == "a" or program.compiled == "eager":
                 raise
             # Runs b with ever other ops compiled; a folder holds one dump, and every try writes one.
-            tries = count()
+            try_numbers = count()
             run, op_index = find_failing_op(
-                lambda tool: self._record(f"b{next(tries)}", program, tool), error
+                lambda tool: self._record(f"b{next(try_numbers)}", program, tool), error
             )
             failure = _error_text(getattr(error, "inner_exception", error))
             self.failure = op_index, f"{failure} where it is compiled, none where it is eager code"
             self.remarks.append("Ops of b from the one that fails on ran as eager code")
             return run
-        # A compiler may choose other kernels for code with routines in it: what it returns without them is
-        # checked.
+        # A compiler may choose other kernels for code with routines in it.
         if isinstance(program, FunctionProgram) and run.in_graph and run.framework in _RESTORABLE:
             self._save_or_restore_state(program)
             try:
@@ -300,8 +304,8 @@ class RecordedRuns:
                 self._state_before_runs.restore()
 
     def measure_expected(self, control: Control | Source | None) -> Expected | None:
-        """Record or open the control; return the errors of a that it explains.  Raises AmandaError."""
-        # None without a control; an error for an unknown name, and for a control that cannot be recorded.
+        """Record or open the control, add remarks, and return the expected errors of a; None without one."""
+        # Raises AmandaError for an unknown name, and for a control that cannot be recorded.
         if control is None:
             return None
         # A name: again, float64 or auto; else the path of a run, or one itself.
@@ -423,9 +427,8 @@ class ProcessState:
                         # By id: modules may share a tensor, and tensors have no equality that is a bool.
                         tensor_by_id[id(tensor)] = tensor
             elif issubclass(kind, torch.optim.Optimizer) and hasattr(item, "state"):
-                self._optimizers_with_states.append(
-                    (item, {key: _state_copy(value) for key, value in item.state.items()})
-                )
+                states = {key: _state_copy(value) for key, value in item.state.items()}
+                self._optimizers_with_states.append((item, states))
         gradients = (tensor.grad if tensor.is_leaf else None for tensor in tensor_by_id.values())
         self._tensors_with_copies = [
             (tensor, tensor.detach().clone(), None if gradient is None else gradient.detach().clone())

@@ -32,15 +32,15 @@ def _error_text(comparison: Comparison) -> str:
 
 def _remaining_text(first: Comparison, remaining: DiffResult) -> str:
     """Return what remains of the difference, in words, if the op, or its reader, gives a's value in b."""
-    replaced = f"with a's value in {'the place of what reads it' if first.only else 'its place'}"
+    replacement = f"with a's value in {'the place of what reads it' if first.only else 'its place'}"
     if remaining.first is None:
         largest_error = max((comparison.relative for comparison in remaining.comparisons), default=0.0)
         remainder = "not one bit of it" if not largest_error else f"no more than {largest_error:.2g}"
-        return f"{replaced}, {remainder} remains"
-    following = remaining.first
-    if following.place == first.place and following.dtypes[0] != following.dtypes[1]:
-        return f"{replaced}, rounded to {following.dtypes[1]}, {following.relative:.2g} remains there"
-    return f"{replaced}, the runs next differ at {following.place}: {following.relative:.2g}"
+        return f"{replacement}, {remainder} remains"
+    next_op = remaining.first
+    if next_op.place == first.place and next_op.dtypes[0] != next_op.dtypes[1]:
+        return f"{replacement}, rounded to {next_op.dtypes[1]}, {next_op.relative:.2g} remains there"
+    return f"{replacement}, the runs next differ at {next_op.place}: {next_op.relative:.2g}"
 
 
 def reading_text(read_tensors: Iterable[tuple[Entry, float, bool]], op: Op) -> str:
@@ -54,11 +54,11 @@ def reading_text(read_tensors: Iterable[tuple[Entry, float, bool]], op: Op) -> s
         name = f"{entry.role} {entry.position}" if path is None else f"parameter {path}"
         statistics = entry.summary.statistics
         range_text = f" from {statistics.least:.3g} to {statistics.most:.3g}" if statistics.count else ""
-        nonfinite = statistics.elements - statistics.count
+        nonfinite_count = statistics.elements - statistics.count
         texts.append(
             f"{name}{'' if agrees else f' by {relative:.2g}'}: {entry.dtype}"
             f"{shape_text(entry.shape, entry.batches)}{range_text}"
-            f"{f' with {nonfinite:,} NaN or Inf' if nonfinite else ''}"
+            f"{f' with {nonfinite_count:,} NaN or Inf' if nonfinite_count else ''}"
         )
     return ", ".join(texts)
 
@@ -95,25 +95,22 @@ class DiffResult(Result):
         return self.first is not None
 
     def fail(self, ops: Sequence[int], op: int, failure: str) -> None:
-        """Record that b fails at an op.
+        """Record that b fails at an op, with an infinite error; raise AmandaError if a lacks the op.
 
         Args:
             ops: Op of b for each comparison.
             op: Op of b that fails.
             failure: The failure in words.
-
-        Raises:
-            AmandaError: If a lacks the op.
         """
         if op not in ops:
             raise AmandaError(f"b has {failure}, at an op that a does not have")
-        failed: dict[str, Any] = {"relative": math.inf, "largest": math.inf, "failure": failure}
+        changed_fields: dict[str, Any] = {"relative": math.inf, "largest": math.inf, "failure": failure}
         rows = zip(self.comparisons, ops, strict=True)
-        self.comparisons = tuple(replace(row, **failed) if b_op == op else row for row, b_op in rows)
+        self.comparisons = tuple(replace(row, **changed_fields) if b_op == op else row for row, b_op in rows)
 
     @property
     def sentence(self) -> str:
-        """The first divergence: op, error, expected error, inputs, and the result of `bisect`."""
+        """The first divergence: op, errors, inputs, and the result of `bisect`; or the largest error."""
         first = self.first
         if first is None:
             worst = max(self.comparisons, key=lambda comparison: comparison.relative, default=None)
@@ -152,16 +149,16 @@ class DiffResult(Result):
     def growth(self) -> Sequence[Comparison]:
         """The first op that diverges, later ops with twice the error shown before, and the last op.
 
-        Nothing without a divergence, and where run b fails.
+        At most nine; nothing without a divergence, and where run b fails.
         """
         if self.first is None or self.first.failure:
             return []
-        shown = [self.first]
+        steps = [self.first]
         for comparison in self.comparisons[self.comparisons.index(self.first) + 1 :]:
-            if comparison.relative >= _STEP * shown[-1].relative and len(shown) < _SHOWN:
-                shown.append(comparison)
+            if comparison.relative >= _STEP * steps[-1].relative and len(steps) < _SHOWN:
+                steps.append(comparison)
         last = self.comparisons[-1]
-        return shown if last is shown[-1] else [*shown, last]
+        return steps if last is steps[-1] else [*steps, last]
 
     def _growth_lines(self) -> list[str]:
         """Return a line for each op of `growth`."""
@@ -186,8 +183,8 @@ class DiffResult(Result):
     @property
     def hidden(self) -> Comparison | None:
         """The first op with an error over its own tolerance, but within one that earlier ops raised."""
-        hidden = (c for c in self.comparisons if c.by_type < c.relative <= c.tolerance)
-        return next(hidden, None)
+        hidden_comparisons = (c for c in self.comparisons if c.by_type < c.relative <= c.tolerance)
+        return next(hidden_comparisons, None)
 
     @property
     def first_difference(self) -> Comparison | None:
@@ -199,6 +196,7 @@ class DiffResult(Result):
         return next((comparison for comparison in candidates if comparison.diverges), None)
 
     def rows(self) -> Sequence[Sequence[Any]]:
+        """Return a row for each comparison."""
         return [
             (row.phase, row.type, row.module, row.source, _in_b(row), row.execution, row.relative,
              row.cosine, row.largest, row.tolerance, row.verdict)
@@ -219,6 +217,7 @@ class DiffResult(Result):
         return rows_around
 
     def __str__(self) -> str:
+        """Return the sentence, the growth, the rows around the first divergence, and the notes."""
         head = [f"{self.sentence} (a: {self.a}; b: {self.b}).", *(f"{text}." for text in self.told)]
         above, below = ("\n".join(lines) for lines in ([*head, *self._growth_lines()], self.notes()))
         table = str(self.around(before=5, after=10)._table_alone()).lstrip("\n")
@@ -229,10 +228,8 @@ class DiffResult(Result):
 
     def notes(self) -> Sequence[str]:
         """Return sentences on divergences, on differences that tolerances hide, and counts of verdicts."""
-        positions = self._positions().items()
-        notes = [
-            f"First divergence, {phase}: {self.comparisons[i]}" for phase, i in positions if i is not None
-        ]
+        rows = self._positions().items()
+        notes = [f"First divergence, {phase}: {self.comparisons[i]}" for phase, i in rows if i is not None]
         if not notes:
             worst = max((comparison.relative for comparison in self.comparisons), default=0.0)
             outcome = "No divergence" if self.hidden is None else "Nothing beyond the tolerance of ops before"
@@ -276,9 +273,8 @@ class DiffResult(Result):
     def _positions(self) -> dict[str, int | None]:
         """Return the row of the first divergence of each phase, None for a phase without one."""
         firsts = {phase: self._first(phase) for phase in get_args(Phase)}
-        return {
-            phase: None if first is None else self.comparisons.index(first) for phase, first in firsts.items()
-        }
+        row_of = self.comparisons.index
+        return {phase: None if first is None else row_of(first) for phase, first in firsts.items()}
 
     def _repr_html_(self) -> str:
         story = escape("\n".join([self.sentence, self.title, *self._growth_lines(), *self.notes()]))

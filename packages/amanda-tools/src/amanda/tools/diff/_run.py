@@ -66,7 +66,7 @@ class Run:
         self._derived: dict[int, tuple[Entry, Callable[[], NDArray[Any]] | None]] = {}
 
     def add_derived(self, entry: Entry, array: Callable[[], NDArray[Any]] | None) -> Entry:
-        """Return an entry that is not in the dump; array: gives its numbers, None where none are known."""
+        """Keep and return an entry that is not in the dump; array: gives its numbers, None without any."""
         self._derived[id(entry)] = entry, array
         return entry
 
@@ -81,7 +81,7 @@ class Run:
         return None if self.dump is None else self.dump.array(entry)
 
     def op_indices(self, phase: str) -> list[int]:
-        """Return the indices of ops of a phase that gave something, in the order in which they ended."""
+        """Return indices of a phase's ops that gave something, by their ends; of graphs, as they are met."""
         # Ops are sorted by their ends, as modules are: the result of an op that calls others is after theirs.
         end_by_op: dict[int, int] = {}  # by index, the order of the op's first output
         for index, op in enumerate(self.ops):
@@ -120,8 +120,8 @@ class Run:
         """Return True if both have ops of one framework, and in one mode, as far as that is known."""
         if not self.framework or not other_run.framework:
             return True
-        alike = self.in_graph == other_run.in_graph or self.framework in _SAME_IN_GRAPHS
-        return alike and self.framework == other_run.framework
+        have_same_mode = self.in_graph == other_run.in_graph or self.framework in _SAME_IN_GRAPHS
+        return have_same_mode and self.framework == other_run.framework
 
     @property
     def is_in_program_order(self) -> bool:
@@ -161,7 +161,7 @@ def open_run(source: Source, option: str) -> Run:
 
 
 def run_of_dump(dump: Dump) -> Run:
-    """Return the run that a dump has, without lines of this module among the lines of the user."""
+    """Return the run of a dump, with ops over lists split, and without lines of this module as the user's."""
     op_by_op = [f"{name} ({line})" if line else name for name, line in dump.op_by_op]
     ops = [replace(op, source="") if op.source.startswith(_HERE) else op for op in dump.ops]
     return Run(str(dump.folder), *split_list_ops(ops, dump.entries), dump, op_by_op)
@@ -226,11 +226,11 @@ def split_list_ops(ops: Sequence[Op], entries: Sequence[Entry]) -> tuple[list[Op
                 if single_op == len(all_ops):
                     all_ops.append(replace(ops[index], type=ops[index].type.removeprefix(_FOREACH)))
                 all_entries.append(output._replace(op=single_op, position=0))
-                for (read_execution, read_role, _), read in tensors_by_place.items():
+                for (read_execution, read_role, _), read_entries in tensors_by_place.items():
                     is_input = read_execution == execution and read_role in INPUT_ROLES
                     # A list of one tensor, such as the count of steps, is read with every tensor.
-                    if is_input and len(read) in (1, len(outputs)):
-                        all_entries.append(read[number % len(read)]._replace(op=single_op))
+                    if is_input and len(read_entries) in (1, len(outputs)):
+                        all_entries.append(read_entries[number % len(read_entries)]._replace(op=single_op))
     all_entries.sort(key=lambda entry: entry.order)
     return all_ops, all_entries
 
@@ -278,7 +278,7 @@ def open_bundle(path: Path | str | None) -> Iterator[dict[str, Run]]:
 
 
 def _extract_dumps(path: Path, folder: str) -> dict[str, str]:
-    """Write the dumps of a bundle into a folder; return the names of its runs."""
+    """Write the dumps of a bundle into a folder; return names by label; raise ValueError for other files."""
     with ZipFile(path) as file:
         # A small archive may unpack to any size.
         check_size(path, sum(member.file_size for member in file.infolist()))
@@ -317,31 +317,31 @@ class DataFlow:
             elif entry.role in INPUT_ROLES and not reads_shape(run.ops[entry.op]):
                 self._last_read_by_content[content_key(entry)] = entry.order
 
-    def producer(self, read: Entry) -> Entry | None:
+    def producer(self, read_entry: Entry) -> Entry | None:
         """Return the last output, before it was read, with the numbers of a tensor; None if no op gave it."""
-        equal_outputs = self._outputs_by_content.get(content_key(read), [])
+        equal_outputs = self._outputs_by_content.get(content_key(read_entry), [])
         # Equal numbers may be made several times: the tensor that was read is the last one before.
-        earlier_count = bisect_left(equal_outputs, read.order, key=lambda entry: entry.order)
+        earlier_count = bisect_left(equal_outputs, read_entry.order, key=lambda entry: entry.order)
         return equal_outputs[earlier_count - 1] if earlier_count else None
 
     def is_read(self, output: Entry) -> bool:
         """Return True if a later op read an output."""
         return self._last_read_by_content.get(content_key(output), -1) > output.order
 
-    def last_overwrite(self, read: Entry, after: int) -> Entry | None:
+    def last_overwrite(self, read_entry: Entry, after: int) -> Entry | None:
         """Return the output of the last op that overwrote a tensor, maybe through a view, before it was read.
 
         after: order of the op that produced the tensor.  None where no op in place did so.
         """
-        producer = self.producer(read)
+        producer = self.producer(read_entry)
         # A write of the whole tensor leaves numbers that are found as they are; through a view they are
         # rearranged.
         if producer is not None:
             return producer if self._run.ops[producer.op].in_place and producer.order > after else None
         outputs = (entry for entries in self._outputs_by_content.values() for entry in entries)
         overwrites = [
-            entry for entry in outputs if after < entry.order < read.order
-            and self._run.ops[entry.op].in_place and _is_rearranged(entry, read)
+            entry for entry in outputs if after < entry.order < read_entry.order
+            and self._run.ops[entry.op].in_place and _is_rearranged(entry, read_entry)
         ]  # fmt: skip
         return max(overwrites, key=lambda entry: entry.order, default=None)
 
@@ -354,10 +354,10 @@ def reads_shape(op: Op) -> bool:
 def content_key(entry: Entry) -> Hashable:
     """Return a key that is equal for tensors of one shape and type with the same statistics and samples."""
     summary = entry.summary
-    exact = summary.statistics
+    stats = summary.statistics
     # NaN is unequal to itself, and a key with it to every other.
     sample = tuple(None if number != number else number for number in summary.sample)
-    return entry.shape, entry.dtype, exact.count, exact.nan, exact.zeros, exact.least, exact.most, sample
+    return entry.shape, entry.dtype, stats.count, stats.nan, stats.zeros, stats.least, stats.most, sample
 
 
 def _is_rearranged(entry: Entry, other_entry: Entry) -> bool:

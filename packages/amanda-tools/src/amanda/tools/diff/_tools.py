@@ -40,6 +40,7 @@ class Float64Tool(amanda.Tool):
     def __init__(self) -> None:
         super().__init__()
         self.narrow: set[str] = set()
+        # Stack of PyTorch's modes, from the first op of a scope to its end; else None.
         self._mode: Any = None
         self.add_inst_for_op(self._begin)
 
@@ -83,7 +84,7 @@ def _enter_modes(names_of_float32_ops: set[str]) -> Any:
                 return self._run_wide(func, args, kwargs or {})
 
         def _run_wide(self, func: Any, args: Any, kwargs: Any) -> Any:
-            """Run a kernel in float64; in float32 if it draws random numbers or has no kernel in float64."""
+            """Run a kernel in float64, or float32 if random or without it; views and writes keep types."""
             tensors = torch_tensors((args, kwargs), structures=True)
             if _copies_or_views(func) or not any(x.is_floating_point() for x in tensors):
                 return func(*args, **kwargs)
@@ -146,7 +147,7 @@ def _enter_modes(names_of_float32_ops: set[str]) -> Any:
         """Cast the inputs of a function that raises for mixed element types before any kernel runs."""
 
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            """Call a function, and once more in float64 if it raises for mixed element types."""
+            """Call a function; if it raises for mixed types and writes nothing, again in float64."""
             try:
                 return func(*args, **(kwargs or {}))
             except RuntimeError:
@@ -199,7 +200,10 @@ def find_failing_op(record: Callable[[ToolAndOptions], Run], error: Exception) -
     run_by_compiled_count: dict[int, Run] = {}
 
     def does_fail(compiled_count: int) -> bool:
-        """Return True if the program fails with so many ops compiled, and with an error of the same type."""
+        """Run the program with so many ops compiled; return True if it fails, and keep the run if not.
+
+        Raises `error` where the program fails with an error of another type.
+        """
         try:
             run_by_compiled_count[compiled_count] = record((OpaqueTool, {"first": compiled_count}))
         except Exception as caught:
@@ -216,9 +220,8 @@ def find_failing_op(record: Callable[[ToolAndOptions], Run], error: Exception) -
     working_count = bisect_left(range(1, op_count + 1), True, key=does_fail)
     if working_count == op_count:
         raise error
-    return run_by_compiled_count[working_count], _forward_op_indices(run_by_compiled_count[working_count])[
-        working_count
-    ]
+    run = run_by_compiled_count[working_count]
+    return run, _forward_op_indices(run)[working_count]
 
 
 def _forward_op_indices(run: Run) -> list[int]:
@@ -284,7 +287,7 @@ class ReplacedTool(amanda.Tool):
         return self._place_by_op[op_key] == self._target_place
 
     def _replace_outputs(self, *values: Any, dtype: Any) -> list[Any] | None:
-        """Return the other run's values of this execution; None, with a reason, where they do not fit."""
+        """Return the other run's values of the next execution; None, with a reason, if they do not fit."""
         entries = self._entries_by_execution.get(self._execution_count, [])
         self._execution_count += 1
         outputs = list(op_tensors(values, dtype))
@@ -295,10 +298,10 @@ class ReplacedTool(amanda.Tool):
         elif any(array is None or array.shape != tuple(output.tensor.shape) for output, array in pairs):
             self.reasons.add("it gives tensors of other shapes than in a")
         else:
-            replaced = list(values)
+            new_values = list(values)
             for output, array in pairs:
-                replaced[output.position] = _cast(array, output.tensor)
-            return replaced
+                new_values[output.position] = _cast(array, output.tensor)
+            return new_values
         return None
 
 

@@ -58,14 +58,14 @@ def write_arrays(path: Path, arrays: Arrays, form: Format) -> None:
 
 
 def read_arrays(path: Path) -> Arrays:
-    """Return a file's arrays, bytes where it lacks the element type; raise AmandaError where unreadable."""
+    """Return a file's arrays, as bytes those of safetensors and types that npz lacks.  Raises AmandaError."""
     with parsing(path, "file of tensors"):
         if path.suffix == ".npz":
             return read_npz(path)
         check_file(path)
         # As bytes: the index has each element type, also those that NumPy lacks.
-        opened = safetensors.deserialize(path.read_bytes())  # type: ignore[no-untyped-call]
-        return {key: np.frombuffer(tensor["data"], np.uint8) for key, tensor in opened}
+        raw_tensors = safetensors.deserialize(path.read_bytes())  # type: ignore[no-untyped-call]
+        return {key: np.frombuffer(tensor["data"], np.uint8) for key, tensor in raw_tensors}
 
 
 def restore_array(array: NDArray[Any], dtype: str, shape: tuple[int, ...]) -> NDArray[Any]:
@@ -117,7 +117,7 @@ class Summary:
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> Summary:
-        """Return the entry that `to_dict` described."""
+        """Return the summary that `to_dict` described."""
         return cls(Statistics.from_dict(value["statistics"]), tuple(map(float, value["sample"])))
 
 
@@ -150,7 +150,7 @@ class Entry(NamedTuple):
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> Entry:
-        """Return the entry that `to_dict` described."""
+        """Return the entry that `to_dict` described; raise an error for another content."""
         # Files of earlier versions have no batches; every other field is needed.
         fields = {name: value[name] for name in cls._fields if name in value or name != "batches"}
         fields.update(shape=tuple(value["shape"]), summary=Summary.from_dict(value["summary"]))
@@ -234,8 +234,8 @@ class Dump:
             if entry.file is not None and not is_tensor_file(entry.file):
                 raise AmandaError(f"{path} names {entry.file!r}, which is no file of tensors in its folder")
         # The mark says that the last writing failed, entries say what an earlier one lost.
-        failed = any(entry.left_out == FAILED for entry in self.entries)
-        self.incomplete = failed or (self.folder / INCOMPLETE).exists()
+        has_lost_tensor = any(entry.left_out == FAILED for entry in self.entries)
+        self.incomplete = has_lost_tensor or (self.folder / INCOMPLETE).exists()
         # The files read last stay in memory, for a reader that goes through entries in order.
         self._arrays: Callable[[str], Arrays]
         self._arrays = lru_cache(_MAX_OPEN_FILES)(lambda name: read_arrays(Path(folder) / name))
@@ -277,7 +277,7 @@ def is_tensor_file(name: str) -> bool:
 
 
 def _read_index(content: Mapping[str, Any]) -> tuple[list[Op], list[Entry], list[tuple[str, str]]]:
-    """Return ops, entries, and the compiled callables that ran as eager code, of an index."""
+    """Return an index's ops, entries, and callables that ran op by op; raise ValueError for other files."""
     check_schema(content, NAME, VERSION)
     ops, entries = map(op_from_dict, content["ops"]), map(Entry.from_dict, content["entries"])
     return list(ops), list(entries), [(str(name), str(line)) for name, line in content.get("op_by_op", ())]

@@ -72,11 +72,12 @@ class DumpResult(Result):
 
     def notes(self) -> Sequence[str]:
         """Return where the tensors are, and which were left out."""
-        stored = sum(entry.file is not None for entry in self.entries)
+        stored_count = sum(entry.file is not None for entry in self.entries)
         size = amount(self._stored_bytes, "B")
-        notes = [f"{stored:,} of {len(self.entries):,} tensors, {size}, in {self.folder}."]
-        omitted = Counter(entry.left_out for entry in self.entries if entry.left_out is not None)
-        notes += [f"{count:,} more have summaries only because of {why}." for why, count in omitted.items()]
+        notes = [f"{stored_count:,} of {len(self.entries):,} tensors, {size}, in {self.folder}."]
+        count_by_reason = Counter(entry.left_out for entry in self.entries if entry.left_out is not None)
+        for reason, count in count_by_reason.items():
+            notes.append(f"{count:,} more have summaries only because of {reason}.")
         if self.failure:
             notes.append(f"The folder lacks the last tensors: {self.failure}.")
         return notes
@@ -131,10 +132,10 @@ class DumpTool(TensorTool[_IndexedOp]):
         max_tensor_bytes: NonNegativeInt = 64 << 20, format: Format = "safetensors", overwrite: bool = False,
         **selection: Unpack[SelectOptions],
     ) -> None:  # fmt: skip
-        keeps: dict[Role, Keep]
-        keeps = {"input": inputs, "output": outputs, "weight": weights, "gradient": gradients}
-        super().__init__([role for role, keep in keeps.items() if keep != "no"], every, executions)
-        self._keep_by_role: dict[str, Keep] = {str(role): keep for role, keep in keeps.items()}
+        keep_by_role: dict[Role, Keep]
+        keep_by_role = {"input": inputs, "output": outputs, "weight": weights, "gradient": gradients}
+        super().__init__([role for role, keep in keep_by_role.items() if keep != "no"], every, executions)
+        self._keep_by_role: dict[str, Keep] = {str(role): keep for role, keep in keep_by_role.items()}
         self._max_bytes, self._max_tensor_bytes = max_bytes, max_tensor_bytes
         self._writer = Writer(_rank_folder(Path(folder)), format, overwrite)
         self._next_order = self._stored_bytes = 0
@@ -166,7 +167,7 @@ class DumpTool(TensorTool[_IndexedOp]):
     def add_returned(self, value: Any) -> None:
         """Add the tensors in a value that a program returned, as outputs of an op of type "returned".
 
-        value: a tensor, or lists, tuples, dicts and dataclasses of tensors; anything else is left out.
+        value: a tensor, or lists, tuples, dicts, dataclasses of tensors.  All are left out before a first op.
         """
         if self._dtype is not None:  # an op has been analysed: else nothing tells how tensors are read
             op = Op(phase="forward", type="returned", module="", source="", namespace="", id=0)
@@ -209,22 +210,22 @@ class DumpTool(TensorTool[_IndexedOp]):
             for op_tensor in tensors:
                 keep = self._keep_by_role[op_tensor.role.split()[-1]]
                 if keep != "no":
-                    to_measure, shape, stored, left_out = self._select_data(op_tensor, keep)
+                    to_measure, shape, stored_array, left_out = self._select_data(op_tensor, keep)
                     entry = Entry(
                         record.index, self._next_order, execution, op_tensor.role, op_tensor.position, shape,
                         op_tensor.dtype, UNMEASURED, left_out=left_out, batches=op_tensor.batches,
                     )  # fmt: skip
-                    pending.append((to_measure, stored, entry))
+                    pending.append((to_measure, stored_array, entry))
             self._next_order += 1
         # All at once: an accumulator measures the tensors of many ops together.
         summaries = summarize([to_measure for to_measure, *_ in pending])
-        for (_, stored, entry), (statistics, sample) in zip(pending, summaries, strict=True):
-            self._writer.add(RawEntry(entry, statistics, sample), stored)
+        for (_, stored_array, entry), (statistics, sample) in zip(pending, summaries, strict=True):
+            self._writer.add(RawEntry(entry, statistics, sample), stored_array)
 
     def _select_data(
         self, op_tensor: OpTensor, keep: Keep
     ) -> tuple[Any, tuple[int, ...], NDArray[Any] | None, str | None]:
-        """Return what to measure, the shape, the numbers if they are stored, and a limit that forbids it."""
+        """Return what to measure, the shape, numbers to store, and a limit that forbids it; count bytes."""
         tensors = tensors_of(op_tensor.tensor)
         to_measure = tensors.shared(op_tensor.tensor)
         if to_measure is not None and keep == "summary":  # a hot path
@@ -254,5 +255,5 @@ class DumpTool(TensorTool[_IndexedOp]):
 def _rank_folder(folder: Path) -> Path:
     """Return the folder of this rank in a run with several ranks, else the folder itself."""
     # From the environment: the tool may be made before the process group.
-    several = int(os.environ.get("WORLD_SIZE") or 1) > 1
-    return folder / f"rank{os.environ.get('RANK', '0')}" if several else folder
+    has_several_ranks = int(os.environ.get("WORLD_SIZE") or 1) > 1
+    return folder / f"rank{os.environ.get('RANK', '0')}" if has_several_ranks else folder

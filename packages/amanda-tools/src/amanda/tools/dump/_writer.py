@@ -111,6 +111,7 @@ class Writer:
         self.ops: list[Op] = []
         self.reports: list[Report] = []
         self.failure, self._has_warned = "", False
+        # Of the dump that the first write replaces; None without one, and for another process's of this run.
         self._stamp_of_older_dump, self._has_own_dump = _file_stamp(folder / INDEX), False
         self._check_folder(overwrite)
         self.clear()
@@ -123,19 +124,19 @@ class Writer:
         with naming(self.folder, "read"):
             # Only a dump, or what a killed one left, is replaced; anything else may be the user's work.
             names = sorted(path.name for path in self.folder.iterdir())
-        others = [name for name in names if not _is_leftover(name)]
-        if others and INDEX not in others:
-            raise AmandaError(f"{self.folder} has {others[0]} in it; give an empty folder, or a new one")
-        if others and _is_of_this_run(self.folder / INDEX):
+        other_names = [name for name in names if not _is_leftover(name)]
+        if other_names and INDEX not in other_names:
+            raise AmandaError(f"{self.folder} has {other_names[0]} in it; give an empty folder, or a new one")
+        if other_names and _is_of_this_run(self.folder / INDEX):
             self._stamp_of_older_dump = None  # another process's, which is kept
-        elif others and not overwrite:
+        elif other_names and not overwrite:
             option = "dump:overwrite (shell), overwrite=True (Python)"
             raise AmandaError(f"{self.folder} has a dump in it; give {option} or another folder")
-        elif others:
+        elif other_names:
             Dump(self.folder)  # raises for an index.json of something else, which is not overwritten
 
     def clear(self) -> None:
-        """Delete all entries; the next write removes those in the folder."""
+        """Delete all entries, and keep the ops; the next write removes the entries in the folder."""
         self._raw_entries: list[RawEntry] = []
         # JSON of the entries that have been written; tensors by key for the next file, with their bytes.
         self._texts: list[str] = []
@@ -296,9 +297,9 @@ def _index_head() -> dict[str, Any]:
 
 def _is_of_this_run(index: Path) -> bool:
     """Return True for an index that a process of this process's `amanda run` has written."""
-    start = to_json(head := _index_head())[:-1].encode()
+    expected_start = to_json(head := _index_head())[:-1].encode()
     with naming(index, "read"), index.open("rb") as file:  # its start tells, and the rest may be large
-        return head["run"] is not None and file.read(len(start)) == start
+        return head["run"] is not None and file.read(len(expected_start)) == expected_start
 
 
 def _claim_index(index: Path) -> bool:

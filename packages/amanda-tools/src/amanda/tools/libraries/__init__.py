@@ -44,6 +44,7 @@ else:
             self._modules = [name, *(f"{name}.{part}" for part in parts)]
 
         def __getattr__(self, name: str) -> Any:
+            """Import the library and its parts; return the attribute, which the module keeps."""
             # Parts such as rich.console have to be imported by name: importing rich alone lacks them.
             library, *_ = map(import_module, self._modules)
             value = getattr(library, name)

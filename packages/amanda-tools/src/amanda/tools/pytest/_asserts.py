@@ -146,9 +146,8 @@ class Counts(amanda.Tool):
 
     def of(self, phase: str) -> dict[str, int]:
         """Return executions by type."""
-        return {
-            kind: count for (op_phase, kind), count in sorted(self.executions.items()) if op_phase == phase
-        }
+        counts = sorted(self.executions.items())
+        return {kind: count for (op_phase, kind), count in counts if op_phase == phase}
 
 
 def check_counts(
@@ -240,6 +239,7 @@ class Traced:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """End the trace."""
         scope, self._scope = self._scope, None
         if scope is not None:
             scope.__exit__(kind, error, trace)

@@ -273,8 +273,8 @@ def check_schema(content: Any, name: str, version: int, oldest: int = 1) -> int:
     if type(file_version) is int and oldest <= file_version <= version:
         return file_version
     supported = f"version {version} is" if oldest == version else f"versions {oldest} to {version} are"
-    newer = type(file_version) is int and file_version > version
-    hint = "; it is newer: update the distribution of the tool, such as amanda-tools" if newer else ""
+    is_newer = type(file_version) is int and file_version > version
+    hint = "; it is newer: update the distribution of the tool, such as amanda-tools" if is_newer else ""
     raise ValueError(f"it is version {file_version!r} of {schema}, and {supported} read here{hint}")
 
 

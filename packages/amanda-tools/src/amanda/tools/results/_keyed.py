@@ -115,7 +115,7 @@ _Numbers: TypeAlias = Callable[[ModuleNode], Sequence[Any]]
 class TreeResult(Result):
     """A row for each module, with the sums of the modules within, and the notes of the result of all ops.
 
-    `print` shows the modules as a tree; repeated layers, such as layers.0-15, are one row.
+    `print` shows a tree, in which repeated layers are one row.  depth: None for as deep as a screen shows.
     """
 
     _combines = False
@@ -130,6 +130,7 @@ class TreeResult(Result):
         # Those of all depths, of which a table may show more or fewer.
         self._levels = [level for level, _ in nodes]
         self._all_rows = [(node.path, *numbers_of_node(node)) for _, node in nodes]
+        # Level of the outermost module with ops beside its children; inf without such a module.
         self._own_ops_level = min((level for level, node in nodes if node.ops and node.children), default=inf)
         self._result = result
         self.name, self.lead, self.remarks = f"{result.name}.tree", result.lead, result.remarks  # type: ignore[misc]

@@ -64,7 +64,7 @@ def groups_of(columns: Sequence[Column], rows: Rows, view: View, order: str = ""
 
     Of a table that is too long for the view, repeated layers are one group: rows that differ in numbers, and
     in the first index of the module's path, alone.  With a depth, the rows of one module at that depth are.
-    order: the column by which the result is in order; "" without one.
+    Groups are sorted by the view's column; of a long table else by `order`, a column or "".
     """
     is_long = len(rows) > (view.top or ROWS_SHOWN) and not view.whole
     groups: list[Rows] = [[row] for row in rows]
@@ -88,9 +88,9 @@ def sort_key(column: Column, values: Sequence[Any]) -> tuple[bool, Any]:
 
 
 def _combine_layers(columns: Sequence[Column], rows: Rows, depth: int | None) -> list[Rows]:
-    """Return the groups of rows that agree in their texts, and in the module but for its first index.
+    """Return groups of rows that agree in their texts, and in the module but for its first index.
 
-    Without a depth a group has one row of each module; with one, all rows of modules within the same one.
+    Without a depth a group has one row of each module; with one, all rows within a module, with its path.
     """
     module, source = (position_of(columns, name) for name in ("module", "source"))
     assert module is not None
@@ -117,19 +117,19 @@ def _combine_layers(columns: Sequence[Column], rows: Rows, depth: int | None) ->
 
 
 def _cell_text(column: Column, values: Sequence[Any]) -> str:
-    """Return the text of one cell of a row that stands for some rows, as `Column.folded` says."""
-    present = [value for value in values if value is not None]
-    if not present:
+    """Return a cell of a row that stands for some rows, as `Column.folded` says; "…" for unequal texts."""
+    present_values = [value for value in values if value is not None]
+    if not present_values:
         return ""
     if column.name == "module" and len(values) > 1:
         return column.show(_folded_path(values))
     if len(values) == 1:
-        return column.show(present[0])
+        return column.show(present_values[0])
     if column.total or column.folded == "sum":
-        return column.show(sum(present))
+        return column.show(sum(present_values))
     if column.folded == "mean":
-        return column.show(sum(present) / len(present))
-    lowest, highest = column.show(min(present)), column.show(max(present))
+        return column.show(sum(present_values) / len(present_values))
+    lowest, highest = column.show(min(present_values)), column.show(max(present_values))
     if lowest == highest or column.folded == "min":
         return lowest
     if column.folded == "max":
@@ -202,15 +202,15 @@ class TableLayout:
         return layout
 
     def _leave_out_repetitions(self, width: int) -> None:
-        """Leave out columns without texts, and phases that types imply; for want of room also equal texts."""
+        """Leave out empty columns and phases that types imply; for want of room, a prefix and equal texts."""
         texts_by_position = {i: {row[i] for row in self.cells} for i in self.positions}
-        empty = {i for i in self.positions if texts_by_position[i] == {""} and not self.totals[i]}
+        empty_columns = {i for i in self.positions if texts_by_position[i] == {""} and not self.totals[i]}
         phase, kind = (position_of(self.columns, name) for name in ("phase", "type"))
         if phase is not None and kind is not None and kind in self.positions:
             is_implied = all(row[phase] == _phase_of_type(row[kind]) for row in self.cells)
             if is_implied and self.cells:
-                empty.add(phase)
-        self._remove(empty)
+                empty_columns.add(phase)
+        self._remove(empty_columns)
         if self._width_at(_READABLE) <= width:
             return
         self._fold_prefix()
@@ -218,16 +218,17 @@ class TableLayout:
             return
         texts = {i: texts_by_position[i] for i in self.positions[2:] if not self.totals[i]}
         # Of one row all texts are equal: there only numbers of nothing.
-        equal = {i for i in texts if len(texts[i]) == 1 and (len(self.cells) > 1 or texts[i] == {"0"})}
-        for i in sorted(equal):
+        has_several_rows = len(self.cells) > 1
+        equal_columns = {i for i in texts if len(texts[i]) == 1 and (has_several_rows or texts[i] == {"0"})}
+        for i in sorted(equal_columns):
             if _priority(self.columns[i]) < 0:
                 self.hidden.append(self.columns[i].name)
             else:
                 self.repeated[self.columns[i].name] = self.cells[0][i]
-        self._remove(equal)
+        self._remove(equal_columns)
 
     def _fold_prefix(self) -> None:
-        """Leave out the prefix that most of the modules share, of two components or more."""
+        """Leave out the prefix of two components or more that most modules share, unless all are short."""
         module = position_of(self.columns, "module")
         if module is None or module not in self.positions:
             return
@@ -238,9 +239,9 @@ class TableLayout:
         prefix_counts = Counter(
             path[: match.end()] for path in paths for match in re.finditer(r"(?<=\.)[^.]+\.", path)
         )
-        shared = [prefix for prefix, count in prefix_counts.items() if 2 * count > len(paths)]
+        shared_prefixes = [prefix for prefix, count in prefix_counts.items() if 2 * count > len(paths)]
         # The one that saves the most characters.
-        self.prefix = max(shared, key=lambda prefix: len(prefix) * prefix_counts[prefix], default="")
+        self.prefix = max(shared_prefixes, key=lambda prefix: len(prefix) * prefix_counts[prefix], default="")
         if self.prefix:
             for row in self.cells:
                 if row[module].startswith(self.prefix):
@@ -248,14 +249,14 @@ class TableLayout:
 
     def _leave_out_columns(self, width: int) -> int:
         """Leave out columns of low priority until the others fit; return the width to shorten texts to."""
-        longest = max((len(row[i]) for row in self.cells for i in self.positions), default=1)
+        longest_width = max((len(row[i]) for row in self.cells for i in self.positions), default=1)
         while True:
             # The column to leave out next: of the lowest priority, the last one.
             priorities = {i: _priority(self.columns[i]) for i in self.positions}
             lowest = min(self.positions, key=lambda i: (priorities[i], -i))
             # Texts of a column that matters may be cut shorter, if that keeps the column.
-            shortest = _READABLE if priorities[lowest] <= 0 and len(self.positions) > _FEWEST else _SHORTEST
-            for text_width in range(max(longest, shortest), shortest - 1, -1):
+            min_width = _READABLE if priorities[lowest] <= 0 and len(self.positions) > _FEWEST else _SHORTEST
+            for text_width in range(max(longest_width, min_width), min_width - 1, -1):
                 if self._width_at(text_width) <= width:
                     return text_width
             if len(self.positions) <= _FEWEST:

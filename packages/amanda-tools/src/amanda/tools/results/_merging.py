@@ -97,8 +97,8 @@ def restored(content: Mapping[str, Any], like: Result | None = None) -> Result:
     """Return the result that `to_dict` described.
 
     Args:
-        content: As it is, or from JSON.
-        like: Result whose class is taken if it has the same name; None to look the class up.
+        content: As it is, or from JSON; notes in it that the class does not write become remarks.
+        like: Result whose class is taken if it has the same name, else the tool's is; `Table` without one.
     """
     name = schema_of(content).removeprefix("amanda.")
     result_class: Any = type(like) if like is not None and like.name == name else _result_class(name)
@@ -131,10 +131,10 @@ def _read_column(description: Mapping[str, Any], values: Sequence[Any]) -> tuple
         raise ValueError(f"it has a column {dict(description)}")
     total = bool(description.get("total"))
     numbers = [number_of(value) for value in values]
-    present = [value for value in numbers if value is not None]
-    if not present:
+    present_numbers = [value for value in numbers if value is not None]
+    if not present_numbers:
         return Column(name, _text, total, unit=unit, merge=merge), values
-    if not all(isinstance(value, (int, float)) for value in present):
+    if not all(isinstance(value, (int, float)) for value in present_numbers):
         return Column(name, _text, unit=unit), values
     show_by_unit = {"B": partial(amount, unit="B"), "share": "{:.1%}".format}
     show: Any = show_by_unit.get(unit, _number)
@@ -187,12 +187,12 @@ def merge(results: Mapping[str, Result], missing: Sequence[Name] = ()) -> Result
         AmandaError: For no results, and for results of several tools or with different columns.
     """
     _check_same_tool(results)
-    first, *others = results.values()
+    first, *other_results = results.values()
     try:
-        if not others:
+        if not other_results:
             merged = copy(first)
-        elif isinstance(first, Mergeable) and all(type(result) is type(first) for result in others):
-            merged = cast(Result, cast(Any, first).merged(*others))
+        elif isinstance(first, Mergeable) and all(type(result) is type(first) for result in other_results):
+            merged = cast(Result, cast(Any, first).merged(*other_results))
         else:
             has_merging_columns = any(column.merge for column in first.columns)
             merged = _merge_by_columns(results) if has_merging_columns else by_rank(results)
@@ -224,10 +224,10 @@ def by_rank(results: Mapping[str, Result]) -> Table:
         rows_of_ranks = [(f"{name}.rank{rank}" if isinstance(rank, int) else f"{name}.{rank}", *cells)
                          for name, (rank, *cells) in names_and_rows]  # fmt: skip
         return Table(_RANKS, 1, first.columns, rows_of_ranks, first.title, notes, {"of": tool})
-    numbered = [(_rank_number(name), *row) for name, row in names_and_rows]
+    rows_with_rank = [(_rank_number(name), *row) for name, row in names_and_rows]
     columns = [Column("rank", number=True), *first.columns]
     title = f"{first.title or first.name} by rank"
-    return Table(_RANKS, 1, columns, numbered, title, notes, {"of": first.name})
+    return Table(_RANKS, 1, columns, rows_with_rank, title, notes, {"of": first.name})
 
 
 def attribute_notes(sentences: Mapping[str, Sequence[str]]) -> list[str]:
@@ -263,8 +263,8 @@ def _merge_by_columns(results: Mapping[str, Result]) -> Table:
 
 def _merge_values(column: Column, values: Sequence[Any]) -> Any:
     """Merge the values of a column: into the first if it does not merge, into None if all are None."""
-    present = [value for value in values if value is not None]
-    return _MERGE_FUNCTIONS[column.merge](present) if column.merge and present else values[0]
+    present_values = [value for value in values if value is not None]
+    return _MERGE_FUNCTIONS[column.merge](present_values) if column.merge and present_values else values[0]
 
 
 def _check_same_tool(results: Mapping[str, Result]) -> None:
@@ -279,11 +279,11 @@ def _check_same_tool(results: Mapping[str, Result]) -> None:
         contents = ", ".join(f"{name} has {kind}" for name, kind in schemas.items())
         raise AmandaError(f"results of one tool are merged: {contents}")
     (name, first), *rest_of_results = results.items()
-    for another, result in rest_of_results:
+    for other_name, result in rest_of_results:
         if _column_keys(result) != _column_keys(first):
             raise AmandaError(
                 f"results with the same columns, in the same order, are merged: {name} has "
-                f"{', '.join(_column_keys(first))}; {another} has {', '.join(_column_keys(result))}"
+                f"{', '.join(_column_keys(first))}; {other_name} has {', '.join(_column_keys(result))}"
             )
 
 
@@ -303,8 +303,8 @@ def _rank_number(name: str) -> int | str:
 
 def _join_names(names: Iterable[str]) -> str:
     """Return names as a sentence lists them: "a, b and c"."""
-    *others, last = names
-    return f"{', '.join(others)} and {last}" if others else last
+    *other_names, last = names
+    return f"{', '.join(other_names)} and {last}" if other_names else last
 
 
 @checked
@@ -313,8 +313,7 @@ def gather(
 ) -> Any:
     """Return the merged result of all ranks of a process group; every rank calls this with its own.
 
-    The result has the class of the ranks' results if these can be merged (see `merge`); else it is a
-    `Table`.
+    The result has the class of the ranks' results if these can be merged (see `merge`), else `Table`.
 
     Args:
         result: The result of this rank.

@@ -159,7 +159,7 @@ class Result(ABC):
         return position_of(self.columns, name) is not None
 
     def _text(self, width: int | None = None, **view: Any) -> str:
-        """Return the result as text; view: fields of a `View`, whose column others may have alone."""
+        """Return the result as text; view: fields of a `View`, of which a column it lacks is ignored."""
         view = {**view, "sort": view.get("sort", "") if self._has_column(view.get("sort", "")) else ""}
         return as_text(self, View(**view), width)
 

@@ -125,10 +125,9 @@ class Graph:
     def inputs(self, op: Op) -> tuple[Tensor, ...]:
         """Return the tensors that an op reads, or of whose memory it writes a part."""
         # A write into a part of the memory leaves the rest, which the op thus reads.
-        earlier_tensors = (self.tensors[index].alias_of for index in op.writes)
-        return tuple(
-            self.tensors[index] for index in dict.fromkeys((*op.reads, *earlier_tensors)) if index is not None
-        )
+        earlier_indices = (self.tensors[index].alias_of for index in op.writes)
+        indices = dict.fromkeys((*op.reads, *earlier_indices))
+        return tuple(self.tensors[index] for index in indices if index is not None)
 
     def outputs(self, op: Op) -> tuple[Tensor, ...]:
         """Return the tensors that an op makes or writes."""
@@ -361,19 +360,19 @@ class GraphRecorder:
         self.ops: list[RecordedOp] = []
         self.tensors: list[RecordedTensor] = []
         self._dropped = 0
+        # As `graph` returned it; None after a change.
         self._graph: Graph | None = None
 
-    def add_tensor(self, described: Tensor, is_same_tensor: bool = False, from_outside: bool = False) -> int:
+    def add_tensor(self, new_tensor: Tensor, is_same_tensor: bool = False, from_outside: bool = False) -> int:
         """Add a tensor; return its index.
 
         is_same_tensor: it is its alias after a write, or handed on.  from_outside: new data each time.
         """
         index = root = len(self.tensors)
-        if is_same_tensor and described.alias_of is not None:
-            root = self.tensors[described.alias_of].root
-        self.tensors.append(
-            RecordedTensor(replace(described, index=index), UNKNOWN if from_outside else root)
-        )
+        if is_same_tensor and new_tensor.alias_of is not None:
+            root = self.tensors[new_tensor.alias_of].root
+        recorded = RecordedTensor(replace(new_tensor, index=index), UNKNOWN if from_outside else root)
+        self.tensors.append(recorded)
         self._graph = None
         return index
 
@@ -435,9 +434,8 @@ class GraphRecorder:
 
     def producers(self, op: Op) -> list[Op]:
         """Return the ops that made the tensors that a recorded op reads or writes, each once."""
-        aliases = [
-            self.tensors[index].tensor.alias_of for index in op.writes
-        ]  # the tensors before the writes
+        # The tensors before the writes.
+        aliases = [self.tensors[index].tensor.alias_of for index in op.writes]
         tensors = [*op.reads, *(index for index in aliases if index is not None)]
         producers = dict.fromkeys(self.tensors[index].tensor.producer for index in tensors)
         return [self.op(producer) for producer in producers if producer is not None and producer != op.index]

@@ -47,6 +47,7 @@ class TraceResult(Result):
         self.graph = graph
 
     def rows(self) -> Sequence[Sequence[Any]]:
+        """Return a row for each op, with written tensors among the outputs."""
         return [
             (op.phase, op.type, op.module, op.source, self._tensor_texts(op.inputs),
              self._tensor_texts((*op.outputs, *op.writes)), op.calls)
@@ -82,12 +83,12 @@ class TraceResult(Result):
 
     def to_dot(self) -> str:
         """Return Graphviz: ops in boxes, a cluster for each module of the forward pass, tensors as edges."""
-        by_module: dict[str, list[Op]] = {}
+        ops_by_module: dict[str, list[Op]] = {}
         for op in self.graph.ops:
             # Backward ops lie in no cluster: their edges would cross all of them.
-            by_module.setdefault(op.module if op.phase != "backward" else "", []).append(op)
+            ops_by_module.setdefault(op.module if op.phase != "backward" else "", []).append(op)
         lines = ["digraph trace {", "  node [shape=box];"]
-        for number, (module, ops) in enumerate(by_module.items()):
+        for number, (module, ops) in enumerate(ops_by_module.items()):
             nodes = [f"    {_dot_node(op)}" for op in ops]
             box = [f"  subgraph cluster_{number} {{", f"    label={_quoted(module)};", *nodes, "  }"]
             lines += box if module else nodes
@@ -96,10 +97,10 @@ class TraceResult(Result):
     def to_text(self) -> str:
         """Return a listing as ONNX prints graphs: a line for each tensor from outside, then for each op."""
         graph = self.graph
-        outside = (tensor for tensor in graph.tensors if tensor.producer is None)
+        outside_tensors = (tensor for tensor in graph.tensors if tensor.producer is None)
         lines = [
             f"graph ({', '.join(graph.frameworks)}) {{",
-            *(f"  {tensor.kind} {_tensor_name(tensor)}: {tensor}" for tensor in outside),
+            *(f"  {tensor.kind} {_tensor_name(tensor)}: {tensor}" for tensor in outside_tensors),
             *(f"  {_op_line(graph, op)}" for op in graph.ops), "}",
         ]  # fmt: skip
         return "\n".join(lines + [f"# {graph.dropped} more ops were not recorded"] * (graph.dropped > 0))
@@ -112,8 +113,8 @@ class TraceResult(Result):
         graph = self.graph
         # Reversed, so that the first reader is the one that stays.
         readers = {index: op for op in reversed(graph.ops) for index in op.reads}
-        outside = (tensor for tensor in graph.tensors if tensor.producer is None and tensor.index in readers)
-        nodes = [_tensor_node(tensor, readers[tensor.index]) for tensor in outside]
+        outside_tensors = (t for t in graph.tensors if t.producer is None and t.index in readers)
+        nodes = [_tensor_node(tensor, readers[tensor.index]) for tensor in outside_tensors]
         nodes += [_explorer_node(graph, op) for op in graph.ops]
         content = {"label": "amanda", "graphs": [{"id": "amanda", "nodes": nodes}]}
         return json.dumps(content, indent=1)

@@ -21,9 +21,7 @@ if TYPE_CHECKING:
 class TraceTool(amanda.Tool):
     """Record the graph of the executed ops, forward and backward, and the tensors between them.
 
-    Tools that depend on TraceTool read `context["graph"]`, a `GraphSoFar`.
-
-    `result` has the graph, `clear` begins a new one.
+    Tools that depend on TraceTool read `context["graph"]`, a `GraphSoFar`.  `clear` begins a new graph.
 
     Args:
         executions: Most ops for one place in the program; an execution with inputs from other ops is a new
@@ -134,7 +132,7 @@ class TraceTool(amanda.Tool):
         return self._tracker_by_framework[framework]
 
     def place_of(self, context: amanda.OpContext) -> ProgramOp:
-        """Return the ProgramOp of a context's op, a new one at its first analysis."""
+        """Return the ProgramOp of a context's op, or a new one, which is kept unless the graph is full."""
         key = context.get_op_id(), context.get_backward_op_id()
         program_op = self._program_op_by_ids.get(key)
         if program_op is None:
@@ -204,8 +202,8 @@ class GraphSoFar:
 
     def op(self, context: amanda.OpContext) -> Op | None:
         """Return the recorded op of a context; None before its first execution."""
-        executed = self._tool.place_of(context).ops
-        return self._tool.recorder.op(executed[-1]) if executed else None
+        recorded_ops = self._tool.place_of(context).ops
+        return self._tool.recorder.op(recorded_ops[-1]) if recorded_ops else None
 
 
 _MOST_ITEMS = 64
@@ -215,7 +213,7 @@ _LONGEST_TEXT = 200
 
 
 def plain_value(value: Any, depth: int = 0) -> Any:
-    """Return a value for JSON: numbers, text, None, lists and dicts; other objects as a short text."""
+    """Return a value for JSON: numbers, text, None, short lists and dicts; any other as a short text."""
     if value is None or isinstance(value, (bool, int)):
         return value
     if isinstance(value, float):

@@ -85,7 +85,7 @@ class LiveTensors:
         return None if live is None else live.index
 
     def current_index(self, tensor: Any) -> int | None:
-        """Return the index of a tensor at this moment, after recording the writes into its memory."""
+        """Return a tensor's index now, after recording writes into its memory; None for an unknown one."""
         live = self._live_by_id.get(id(tensor))
         if live is None:
             return None
@@ -97,7 +97,7 @@ class LiveTensors:
         return live.index
 
     def note_write(self, tensor: Any, op: int) -> None:
-        """Note that an op has written a tensor, for as long as its memory is in use."""
+        """Note that an op has written a tensor, while its memory, if known, is in use; drop old writes."""
         memory_and_span = self.values.memory(tensor)
         if memory_and_span is not None:
             memory, span = memory_and_span
@@ -108,7 +108,10 @@ class LiveTensors:
             del writes[:-_WRITES_LIMIT]
 
     def writes_since(self, tensor: Any, serial: int) -> list[MemoryWrite]:
-        """Return the writes since a serial number that changed a tensor, in their order."""
+        """Return the writes since a serial number that changed a tensor, in their order.
+
+        A write of all that the tensor sees hides those before it.  None of a tensor whose memory is unknown.
+        """
         writes: list[MemoryWrite] = []
         memory_and_span = None if serial == self.serial else self.values.memory(tensor)
         if memory_and_span is None:
@@ -130,20 +133,19 @@ class LiveTensors:
         """Record a tensor in written memory; return its index.  earlier_index: None for a new gradient."""
         kind, name = "gradient", None
         if earlier_index is not None:
-            earlier = self._recorder.tensors[earlier_index]
-            kind, name = earlier.tensor.kind, earlier.tensor.name
+            earlier_tensor = self._recorder.tensors[earlier_index]
+            kind, name = earlier_tensor.tensor.kind, earlier_tensor.tensor.name
             # A write of a part leaves the rest, so the op reads the earlier tensor as well.
-            earlier.consumers[op] = None
-        described = self.values.describe(tensor, kind=kind, name=name, producer=op, alias_of=earlier_index)
-        return self._recorder.add_tensor(described, is_same_tensor=True)
+            earlier_tensor.consumers[op] = None
+        new_tensor = self.values.describe(tensor, kind=kind, name=name, producer=op, alias_of=earlier_index)
+        return self._recorder.add_tensor(new_tensor, is_same_tensor=True)
 
     def set_index(self, tensor: Any, index: int) -> None:
-        """Set the index of a live tensor."""
+        """Set the index of a tensor as of the last write; add a tensor that is unknown, by weak reference."""
         live = self._live_by_id.get(id(tensor))
         if live is None:
-            self._live_by_id[id(tensor)] = _LiveTensor(
-                index, self.serial, self._reference(tensor, id(tensor))
-            )
+            reference = self._reference(tensor, id(tensor))
+            self._live_by_id[id(tensor)] = _LiveTensor(index, self.serial, reference)
         else:
             live.index, live.serial = index, self.serial
 
@@ -201,15 +203,15 @@ class LiveTensors:
             index = outer if outer is None or isinstance(outer, int) else self.record_input(outer)
             if index is None:
                 origin_kind, name = self.values.origin(value)
-                described = self.values.describe(value, kind=kind or origin_kind, name=name)
-                index = self._recorder.add_tensor(described)
+                new_tensor = self.values.describe(value, kind=kind or origin_kind, name=name)
+                index = self._recorder.add_tensor(new_tensor)
             self.set_index(value, index)
         return index
 
     def record_output(
         self, program_op: ProgramOp, value: Any, op: int, input_states: Sequence[InputState]
     ) -> int | None:
-        """Record an output, an alias of the input whose memory it has; return its index, or None."""
+        """Record an output, or an alias of the input with its memory; return its index, None without one."""
         if not self.values.is_tensor(value):
             return None
         alias = self.last_index(value)
@@ -220,15 +222,15 @@ class LiveTensors:
         elif alias is None and not program_op.symbolic:  # symbols have no memory to share
             alias = self._index_of_input_sharing_memory(value, input_states)
         if alias is not None:
-            aliased = self._recorder.tensors[alias]
-            if is_input and program_op.symbolic and aliased.tensor.producer is None:
+            aliased_tensor = self._recorder.tensors[alias]
+            if is_input and program_op.symbolic and aliased_tensor.tensor.producer is None:
                 # A loop of a graph reads the tensor before this op makes it.
-                aliased.tensor = replace(aliased.tensor, producer=op, kind=kind)
+                aliased_tensor.tensor = replace(aliased_tensor.tensor, producer=op, kind=kind)
                 return alias
-            if not kind or (is_input and aliased.tensor.kind in _STATE_KINDS):
-                kind, name = aliased.tensor.kind, aliased.tensor.name
-        described = self.values.describe(value, kind=kind, name=name, producer=op, alias_of=alias)
-        return self._recorder.add_tensor(described, is_input, from_outside=program_op.facts.brings_in)
+            if not kind or (is_input and aliased_tensor.tensor.kind in _STATE_KINDS):
+                kind, name = aliased_tensor.tensor.kind, aliased_tensor.tensor.name
+        new_tensor = self.values.describe(value, kind=kind, name=name, producer=op, alias_of=alias)
+        return self._recorder.add_tensor(new_tensor, is_input, from_outside=program_op.facts.brings_in)
 
     def _index_of_input_sharing_memory(self, value: Any, input_states: Sequence[InputState]) -> int | None:
         """Return the index of the input whose memory a value shares; None without one."""
@@ -283,7 +285,7 @@ class ExecutionTracker:
 
     @amanda.observer
     def before_op(self, *inputs: Any, program_op: ProgramOp, recomputed: bool = False) -> None:
-        """Record the inputs of an op before it runs; none of a new op after the limit."""
+        """Record the inputs of an op before it runs, or find the op that it repeats; none after the limit."""
         if self._recorder.drop_if_full(program_op):
             return
         # A repeated execution adds no op: its tensors take the indices of the first one.
@@ -300,7 +302,7 @@ class ExecutionTracker:
 
     @amanda.observer
     def after_op(self, *outputs: Any, program_op: ProgramOp, recomputed: bool = False) -> None:
-        """Record the outputs of an op, and the inputs that it wrote."""
+        """Record an op with its outputs and the inputs that it wrote, or count one more execution of it."""
         execution = program_op.end()
         if execution is None:
             return
@@ -328,7 +330,7 @@ class ExecutionTracker:
 
     @amanda.observer
     def before_backward_op(self, *gradients: Any, program_op: ProgramOp) -> None:
-        """Record the gradients that enter a backward op: several if autodiff added them up."""
+        """Record the gradients that enter a backward op, or the summands of each, or find the op repeated."""
         if self._recorder.drop_if_full(program_op):
             return
         # Autodiff may add up gradients before a node sees them: every summand that was sent is read.
@@ -353,7 +355,7 @@ class ExecutionTracker:
 
     @amanda.observer
     def after_backward_op(self, *gradients: Any, program_op: ProgramOp) -> None:
-        """Record the gradients that leave a backward op, or are accumulated by it."""
+        """Record gradients that leave a backward op, or accumulate at a leaf, and send them to next nodes."""
         execution = program_op.end()
         if execution is None:
             return
@@ -398,7 +400,7 @@ class ExecutionTracker:
         return [index for index in indices if index is not None]
 
     def _matching_op(self, program_op: ProgramOp, inputs: Sequence[Any], recomputed: bool) -> int | None:
-        """Return the recorded op that an execution repeats; None for a new op."""
+        """Return the recorded op that an execution repeats, after the limit the last; None for a new op."""
         if not program_op.ops:
             return None
         # Roots, not indices: a parameter that an optimizer has written since is the same input.

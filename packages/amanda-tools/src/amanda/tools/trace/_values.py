@@ -160,12 +160,12 @@ class PytorchValues(FrameworkValues):
 
     def describe(self, tensor: Any, **fields: Any) -> Tensor:
         """Return the record of a tensor, of all samples where a transform has wrapped it."""
-        described = super().describe(tensor, **fields)
+        new_tensor = super().describe(tensor, **fields)
         samples = tensors_of(tensor).samples(tensor)
         if samples is None or not samples.sizes:
-            return described
-        size = None if described.bytes is None else described.bytes * prod(samples.sizes)
-        return replace(described, batches=samples.sizes, bytes=size)
+            return new_tensor
+        size = None if new_tensor.bytes is None else new_tensor.bytes * prod(samples.sizes)
+        return replace(new_tensor, batches=samples.sizes, bytes=size)
 
     def memory(self, tensor: Any) -> tuple[Any, MemorySpan] | None:
         """Return the storage and the span in it; None for a sparse tensor, or one that a transform hides."""
@@ -214,10 +214,10 @@ class PytorchValues(FrameworkValues):
         """Return the number of the present node, None for a leaf's, and the gradients sent to the node."""
         node = self._torch._C._current_autograd_node()
         number = None if node is None or isinstance(node, self._leaf_node_class) else int(node._sequence_nr())
-        sent = self._sent_by_pass.get(self._torch._C._current_graph_task_id())
-        if node is None or sent is None:
+        sent_by_node = self._sent_by_pass.get(self._torch._C._current_graph_task_id())
+        if node is None or sent_by_node is None:
             return number, [()] * count
-        find_summands = sent.pop if take else sent.get
+        find_summands = sent_by_node.pop if take else sent_by_node.get
         key = self._node_key(node)
         return number, [find_summands((key, position), ()) for position in range(count)]
 
@@ -226,10 +226,10 @@ class PytorchValues(FrameworkValues):
         node = self._torch._C._current_autograd_node()
         if node is None:
             return None
-        sent = self._sent_by_pass.setdefault(self._torch._C._current_graph_task_id(), {})
+        sent_by_node = self._sent_by_pass.setdefault(self._torch._C._current_graph_task_id(), {})
         for (next_node, position), gradient in zip(node.next_functions, gradients, strict=False):
             if next_node is not None and gradient is not None:
-                sent.setdefault((self._node_key(next_node), position), []).append(gradient)
+                sent_by_node.setdefault((self._node_key(next_node), position), []).append(gradient)
         # A pass that fails never takes what was sent to its nodes.
         while len(self._sent_by_pass) > _PASSES_LIMIT:
             del self._sent_by_pass[next(iter(self._sent_by_pass))]
@@ -304,7 +304,7 @@ class TensorflowValues(FrameworkValues):
         return TraceFacts(name, makes, written, brings_in=kind.startswith("IteratorGetNext"))
 
     def captured_tensor(self, tensor: Any) -> Any:
-        """Return the tensor that a function captured, or the index of an argument of its call; else None."""
+        """Return the outer tensor of a captured one, or an argument's index, else None; note variables."""
         graph = getattr(tensor, "graph", None)
         if graph is None or not hasattr(graph, "captures"):
             return None

@@ -88,7 +88,7 @@ class Ops:
                 self._by_id[_id_and_phase(op)].append(index)
 
     def about(self, row: Row) -> list[int]:
-        """Return the ops with a row's id, or with its phase, type, module and source."""
+        """Return indices of the ops with a row's id and phase, else of those with the same `key_of`."""
         indices = None if row.get("id") is None else self._by_id.get(_id_and_phase(row))
         return indices or self._by_key.get(key_of(row), [])
 
@@ -133,8 +133,8 @@ def _op_indices_of_rows(rows: Sequence[Row], columns: Sequence[Row], ops: Ops) -
     """Return the indices of the ops that each row is about, one alone where rows and ops go in pairs."""
     indices_of_rows = [ops.about(row) for row in rows]
     # A further text, such as the name of a tensor, may tell rows of one op apart.
-    further_texts = {column["name"] for column in columns if not column["number"]} - {*KEYS, "id", "name"}
-    if any(isinstance(row.get(name), str) for row in rows for name in further_texts):
+    further_columns = {column["name"] for column in columns if not column["number"]} - {*KEYS, "id", "name"}
+    if any(isinstance(row.get(name), str) for row in rows for name in further_columns):
         return indices_of_rows
     rows_by_op_indices: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for row, indices in enumerate(indices_of_rows):
@@ -151,7 +151,6 @@ def _columns(source: Source) -> list[dict[str, Any]]:
     """Return the columns of a table: those that the file describes, then those of its first row.
 
     Each has a name, whether all its values are numbers, whether it has a total, and a unit.
-
     Raises AmandaError for rows without any column.
     """
     rows, columns = source.objects_at("rows"), source.content.get("columns")
@@ -169,9 +168,9 @@ def _columns(source: Source) -> list[dict[str, Any]]:
 
 def _are_numbers(values: Sequence[Any]) -> bool:
     """Return True if all values but None are numbers, or words for NaN and infinities, and there are some."""
-    present = [number_of(value) for value in values if value is not None]
-    return bool(present) and all(
-        isinstance(number, (int, float)) and not isinstance(number, bool) for number in present
+    present_numbers = [number_of(value) for value in values if value is not None]
+    return bool(present_numbers) and all(
+        isinstance(number, (int, float)) and not isinstance(number, bool) for number in present_numbers
     )
 
 
@@ -211,8 +210,8 @@ def graph(source: Source) -> dict[str, Any]:
         for consumer in tensor.get("consumers") or []:
             for op in (consumer,) if is_from_outside else (consumer, producer):
                 if not isinstance(op, int) or not 0 <= op < op_count:
-                    named = f"{source.name}: tensor {index} names op {op!r}"
-                    raise AmandaError(f"{named}, but the ops are numbered 0 to {op_count - 1}")
+                    wrong_name = f"{source.name}: tensor {index} names op {op!r}"
+                    raise AmandaError(f"{wrong_name}, but the ops are numbered 0 to {op_count - 1}")
             # Of tensors from outside, parameters and constants have no edge.
             has_edge = tensor.get("kind") == "input" if is_from_outside else producer != consumer
             if has_edge:
@@ -268,7 +267,7 @@ def to_page(*results: str | Path | Result, title: str | None = None) -> str:
 
 
 def _files_of(result: str | Path | Result) -> Sequence[str | Path | Result]:
-    """Return the .json files in a folder, as `amanda run -o` makes one; anything else alone."""
+    """Return the .json files of a folder, anything else alone; raise AmandaError for a folder without any."""
     if isinstance(result, Result) or not Path(result).is_dir():
         return [result]
     paths = sorted(Path(result).glob("*.json"))
@@ -330,8 +329,8 @@ def _json(content: Any) -> str:
 def _policy(style: str, scripts: Sequence[str]) -> str:
     """Return a policy: nothing is loaded, and no script runs but those of the page."""
     # By hash, so that text from a file can never run as a script.
-    allowed = " ".join(f"'sha256-{_digest(script)}'" for script in scripts)
-    return f"default-src 'none'; img-src data:; style-src 'sha256-{_digest(style)}'; script-src {allowed}"
+    hashes = " ".join(f"'sha256-{_digest(script)}'" for script in scripts)
+    return f"default-src 'none'; img-src data:; style-src 'sha256-{_digest(style)}'; script-src {hashes}"
 
 
 def _digest(text: str) -> str:

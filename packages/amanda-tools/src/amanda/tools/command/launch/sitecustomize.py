@@ -38,6 +38,7 @@ class Process:
     """
 
     def __init__(self, settings: dict[str, Any]) -> None:
+        # None until the scope opens, and without amanda-tools.
         self.session: Session | None = None
         self._settings = settings
         self._opening_imports = {*settings["frameworks"], *_OPENING_MODULES}
@@ -54,8 +55,12 @@ class Process:
         return bool(os.getpid() == self._settings["root"])
 
     def begin(self) -> None:
-        """Open the scope at once in a rank, for which others wait; in other processes when it is needed."""
-        # Needed before a framework is imported, a thread starts, and in the root before `exec`.
+        """Open the scope at once in a rank, or where a framework is loaded; elsewhere when it is needed.
+
+        In the root also note how the program exits, and have `end` called as the interpreter ends.
+        """
+        # Other ranks wait for a rank.  Elsewhere the scope is needed before a framework is imported, before a
+        # thread starts, and in the root before `exec`.
         if self._is_root:
             self._watch_exit()
         if (self._is_root and self._settings["is_rank"]) or not self._opening_imports.isdisjoint(sys.modules):
@@ -125,7 +130,7 @@ class Process:
             sys.meta_path.remove(self)
 
     def open_scope(self) -> None:
-        """Open the session, once, and put functions back; print a line if this Python lacks amanda-tools."""
+        """Once: put functions back, open the session, watch the end; or print that amanda-tools is absent."""
         if not self._is_scope_pending:
             return
         self._restore_functions()
@@ -141,7 +146,7 @@ class Process:
         self.watch_end()
 
     def watch_end(self) -> None:
-        """Have `end` called as the interpreter ends, and for signals without a handler, except in a fork."""
+        """Have `end` called as the interpreter ends, and by signals without a handler, which forks delay."""
         # Called again in a forked child, which inherits listeners and has no signal handlers.
         if not self._has_listeners:
             self._has_listeners = True
@@ -196,7 +201,7 @@ class Process:
             _end_by_signal(self._pending_signal)
 
     def _report_other_processes(self) -> None:
-        """Print the results of other processes, or that none has executed an op."""
+        """Print the results of other processes; without any, remove their folder, and say that no op ran."""
         try:
             # Only an empty folder can be removed.
             os.rmdir(self._settings["folder"])  # noqa: PTH106
