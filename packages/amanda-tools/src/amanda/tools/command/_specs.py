@@ -159,14 +159,11 @@ def _read_list(value: OptionValue, kind: Any, element_types: Sequence[Any], anno
     return container(values)
 
 
-def _path(text: str) -> Path | str:
-    return Path(text).expanduser() if text else ""  # Path("") would be the working directory
-
-
 _READER_BY_TYPE: Mapping[Any, Callable[[str], Any]] = {
     bool: lambda text: _BOOL_BY_TEXT[text.lower()],
     int: lambda text: int(text, 0),  # "0x10" is read as Python reads it
-    float: float, str: str, Path: _path, Any: str,
+    float: float, str: str, Any: str,
+    Path: lambda text: Path(text).expanduser() if text else "",  # Path("") would be the working directory
     type(None): lambda text: {"none": None}[text.lower()],
 }  # fmt: skip
 """Functions that convert text to a type; they raise ValueError or KeyError for other text."""

@@ -212,7 +212,10 @@ class OpSimilarity:
     """How alike the ops of two runs are, each by its position among those of a phase."""
 
     def __init__(self, *sides: Side) -> None:
-        self._first_outputs = [[_first_results(run, index) for index in indices] for run, indices, _ in sides]
+        self._first_outputs = [
+            [(results := run.outputs_by_execution(index))[min(results)] for index in indices]
+            for run, indices, _ in sides
+        ]
         self._keys = [keys for _, _, keys in sides]
         self._shapes = [[_shapes(run, index) for index in indices] for run, indices, _ in sides]
         self._sources = [[run.ops[index].source for index in indices] for run, indices, _ in sides]
@@ -287,11 +290,6 @@ class OpSimilarity:
         # Of pairs that fit as well, the earlier one is better.
         lateness = np.add.outer(np.linspace(0, _LATE, len(range_a)), np.linspace(0, _LATE, len(range_b)))
         return np.where(fits > 0, fits - lateness, 0.0)
-
-
-def _first_results(run: Run, index: int) -> list[Entry]:
-    results = run.outputs_by_execution(index)
-    return results[min(results)]
 
 
 def is_distinctive(entry: Entry) -> bool:

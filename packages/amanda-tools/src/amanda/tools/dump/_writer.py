@@ -221,7 +221,8 @@ class Writer:
             self._shard_count += 1
         # Only new entries become text, or each write would take longer than the one before.
         self._texts += [to_json(raw.to_entry().to_dict()) for raw in self._raw_entries[len(self._texts) :]]
-        fields = {"ops": [op_to_dict(op) for op in self.ops], "op_by_op": self._op_by_op()}
+        callables = {(entry.what, entry.where) for report in self.reports for entry in report.op_by_op}
+        fields = {"ops": [op_to_dict(op) for op in self.ops], "op_by_op": [*map(list, sorted(callables))]}
         index = to_json({**_index_head(), **fields})
         text = f'{index[:-1]}, "entries": [{", ".join(self._texts)}]}}'
         write_file(self.folder / INDEX, text)
@@ -231,10 +232,6 @@ class Writer:
         duration = monotonic() - start
         # Writing takes at most a twentieth of the time, however long the index has become.
         self._next_write = monotonic() + max(_INTERVAL, _INTERVAL_RATIO * duration)
-
-    def _op_by_op(self) -> list[list[str]]:
-        callables = {(entry.what, entry.where) for report in self.reports for entry in report.op_by_op}
-        return [list(pair) for pair in sorted(callables)]
 
     def _claim_folder(self) -> None:
         """At the first write, remove an older dump, and claim the folder, or a new subfolder of another's."""

@@ -252,14 +252,14 @@ class InputRecorder:
     @property
     def may_record_after(self) -> bool:
         """True if inputs can be recorded after the op, with a copy of the first where `is_in_place`."""
-        written_indices = self._written_indices
-        return written_indices is not None and written_indices <= ({0} if self.is_in_place else set())
+        return self._written_indices in (frozenset(), frozenset({0} if self.is_in_place else ()))
 
     def floats(self, inputs: RecordedInputs, unread_at: Callable[[Sequence[Any]], Collection[int]]) -> Floats:
         """Return the tensors among inputs as before the op, without those at `unread_at(values)`."""
         # A tensor that was written without having been looked at counts as finite: nobody can tell any more.
         known_flags = {**dict.fromkeys(_indices_of_written(inputs.values), 0), **inputs.flags_by_index}
-        values = _map_leaves(_referent, inputs.values)
+        # None of a tensor that is gone.
+        values = _map_leaves(lambda x: x() if isinstance(x, _TensorReference) else x, inputs.values)
         for position in unread_at(values):
             values[position] = None
         return Floats.of(values, self._dtype, self._looks_for_inf, known_flags, inputs.batches)
@@ -317,11 +317,6 @@ def _write_count(value: Any) -> int | None:
         return getattr(value, "_version", None)
     except RuntimeError:
         return _UNKNOWN_VERSION
-
-
-def _referent(reference: Any) -> Any:
-    """Return the value of a reference; None for a tensor that is gone."""
-    return reference() if isinstance(reference, _TensorReference) else reference
 
 
 def _indices_of_written(references: Sequence[Any]) -> list[int]:

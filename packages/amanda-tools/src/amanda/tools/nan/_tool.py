@@ -141,7 +141,8 @@ class NanTool(amanda.Tool):
         if not findings and not entered_by_key:
             findings = self._findings_of_callers
         result = NanResult(
-            findings[: self._limit], self._execution_count, self._passed_on_count,
+            findings[: self._limit], self._python_execution_count + self._native_executions.calls,
+            self._passed_on_count,
             dropped=len(self._dropped_keys) + max(len(findings) - self._limit, 0),
             entered=list(entered_by_key.values()), skipped=self._scaled_backward.skipped,
             inf=self._looks_for_inf,
@@ -167,10 +168,6 @@ class NanTool(amanda.Tool):
         self._steps.clear()
         self._inputs_of_running.clear()
 
-    @property
-    def _execution_count(self) -> int:
-        return self._python_execution_count + self._native_executions.calls
-
     def _instrument_forward(self, context: amanda.OpContext) -> None:
         """Insert the routines that check a forward op, and those that follow the scale of a loss."""
         if context["type"] in UNINITIALISED:  # its output may be NaN by chance
@@ -189,7 +186,8 @@ class NanTool(amanda.Tool):
             context, context["phase"], kind, in_place=context["in_place"],
             parameter_paths=parameter_paths(context), only_moves=kind in _MOVING_OPS,
             reads_handle=_reads_handle(context, context.get_inputs()),
-            only_calls=context.get_op_type() in CALLING_OPS, **_fact_in(context, "unread_positions"),
+            only_calls=context.get_op_type() in CALLING_OPS,
+            unread_positions=context.get("unread_positions", lambda values: ()),
         )  # fmt: skip
 
     def _instrument_backward(self, context: amanda.OpContext) -> None:
@@ -200,7 +198,7 @@ class NanTool(amanda.Tool):
         self._insert_checks(
             context, "backward", kind, only_calls=context.get_backward_op().__name__ in CALLING_OPS,
             reads_handle=not context.is_eager() and _reads_handle(context, context.get_grad_outputs() or ()),
-            **_fact_in(context, "saved_tensors"),
+            saved_tensors=context.get("saved_tensors", lambda: None),
         )  # fmt: skip
 
     def _insert_checks(
@@ -225,15 +223,11 @@ class NanTool(amanda.Tool):
             insert_before(self._begin_in_graph, op=op, begins=True)
             insert_after(self._end_in_graph, op=op)
 
-    def _begin(
-        self, op: _CheckedOp, begin: FiniteObserver, values: Sequence[Any], batches: Sequence[int]
-    ) -> None:
+    def _begin(self, op: _CheckedOp, begin: FiniteObserver, values: Any, batches: Any) -> None:
         # An eager op ends on the thread it began on.
         self._inputs_of_running[get_ident(), op] = op.recorder.record(values, batches, begin.copy)
 
-    def _end(
-        self, op: _CheckedOp, end: FiniteObserver, values: Sequence[Any], batches: Sequence[int]
-    ) -> None:
+    def _end(self, op: _CheckedOp, end: FiniteObserver, values: Any, batches: Any) -> None:
         """Check the outputs of an op; let native code do so from then on."""
         recorded = self._inputs_of_running.pop((get_ident(), op), None)
         is_finite, begin = self._check_outputs(values, recorded, op, batches), end.before
@@ -309,7 +303,8 @@ class NanTool(amanda.Tool):
         # An op that reads a handle gives what the variable held: the NaN was there before.
         if output_floats.flags & NAN and not input_floats.flags & NAN and op.reads_handle:
             input_floats = output_floats
-        self._judge(op, self._execution_count - 1, input_floats, output_floats)
+        execution = self._python_execution_count + self._native_executions.calls - 1
+        self._judge(op, execution, input_floats, output_floats)
         return False
 
     def _judge(self, op: _CheckedOp, execution: int, inputs: Floats, outputs: Floats) -> None:
@@ -438,11 +433,6 @@ def _pair_begins_and_ends(executions: Sequence[Observed]) -> tuple[list[tuple[in
         else:
             begin_end_pairs.append((begin_by_op.pop(op, None), i))
     return begin_end_pairs, list(begin_by_op.values())
-
-
-def _fact_in(context: amanda.OpContext, name: str) -> dict[str, Any]:
-    """Return a keyword for `_CheckedOp`, if a framework's rule has written the key; else {}."""
-    return {name: context[name]} if name in context else {}
 
 
 def _reads_handle(context: amanda.OpContext, values: Sequence[Any]) -> bool:

@@ -122,7 +122,11 @@ def _cell_text(column: Column, values: Sequence[Any]) -> str:
     if not present_values:
         return ""
     if column.name == "module" and len(values) > 1:
-        return column.show(_folded_path(values))
+        # The first path, with the first indices of all paths as ranges.
+        indices = [match[0] for path in dict.fromkeys(values) if (match := _INDEX.search(path))]
+        return column.show(
+            _INDEX.sub(ranges(map(int, indices)), values[0], count=1) if indices else values[0]
+        )
     if len(values) == 1:
         return column.show(present_values[0])
     if column.total or column.folded == "sum":
@@ -135,12 +139,6 @@ def _cell_text(column: Column, values: Sequence[Any]) -> str:
     if column.folded == "max":
         return highest
     return f"{lowest} to {highest}" if column.number else "…"
-
-
-def _folded_path(paths: Sequence[str]) -> str:
-    """Return one path for all, with the first indices as ranges; the first path if none has an index."""
-    indices = [match[0] for path in dict.fromkeys(paths) if (match := _INDEX.search(path))]
-    return _INDEX.sub(ranges(map(int, indices)), paths[0], count=1) if indices else paths[0]
 
 
 def ranges(numbers: Iterable[int]) -> str:

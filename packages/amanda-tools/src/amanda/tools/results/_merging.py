@@ -146,9 +146,9 @@ def _text(value: Any) -> str:
 
 
 def _number(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    return f"{value:,}" if isinstance(value, int) else str(value)
+    return (
+        f"{value:.4g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
+    )
 
 
 ResultT = TypeVar("ResultT")

@@ -12,7 +12,6 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal, TypeAlias, TypedDict, TypeVar
 
 import amanda
-from amanda.action import Routine
 from amanda.errors import AmandaError
 from amanda.options import Name, NonNegativeInt, PositiveInt, checked, shown
 from amanda.tools.mapping import StandardMapping
@@ -208,9 +207,9 @@ class Selection:
         if self.has_types or self._phase:
             tool.depends_on(StandardMapping())
         tool.restrict(self)
-        # Forward analysis still runs, as that of backward ops may read its notes; its routines do not.
+        # Forward analysis still runs, as that of backward ops may read its notes; its routines are dropped.
         if self._phase == "backward":
-            tool.wrap_routines(_only_backward)
+            tool.wrap_routines(lambda context, type, routine: routine if type.is_backward else None)
 
     def __call__(self, context: amanda.OpContext) -> bool:
         """Return True if the analysis routines are called for an op; note for `unmatched` what fits."""
@@ -320,8 +319,3 @@ def leave_construction(tool: amanda.Tool) -> None:
     """Apply a tool to what a program computes, but not to the construction of its models."""
     tool.depends_on(StandardMapping())
     tool.restrict(lambda context: context["phase"] != "construction")
-
-
-def _only_backward(context: amanda.OpContext, type: amanda.ActionType, routine: Routine) -> Routine | None:
-    """Return the routine of a backward op; None, which drops it, for one of a forward op."""
-    return routine if type.is_backward else None

@@ -283,7 +283,7 @@ class StatsTool(TensorTool[_OpStreams]):
         # `op_gone` names a forward op; its backward ops have records of their own.
         self._backward_ids: dict[int, list[int | None]] = {}  # of the ops in `_records`
         self._deleted_by_key: dict[tuple[str, ...], Measured] = {}  # of ops of deleted models
-        if amanda.interceptor.NATIVE:
+        if amanda.interceptor.NATIVE and every == 1:
             self.wrap_routines(self._measure_natively)
         select(self, **selection)
 
@@ -320,10 +320,9 @@ class StatsTool(TensorTool[_OpStreams]):
         return _OpStreams(phase, kind, context.get_scope(), context.get_source())
 
     def _measure_natively(self, context: amanda.OpContext, type: amanda.ActionType, routine: Any) -> Any:
-        """Return a routine that native code serves, for each execution of an eager op; else the routine."""
-        if not context.is_eager() or self._every > 1 or routine != self._observe_execution:
-            return routine
-        return MomentsObserver(routine, self._find_moments)
+        """Return a routine that native code serves, for the executions of an eager op; else the routine."""
+        is_served = context.is_eager() and routine == self._observe_execution
+        return MomentsObserver(routine, self._find_moments) if is_served else routine
 
     def _find_moments(self, observer: MomentsObserver, values: Sequence[Any], **options: Any) -> None:
         """Tell an observer the moments of each value's stream; not where values are lists."""
