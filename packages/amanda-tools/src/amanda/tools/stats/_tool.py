@@ -208,7 +208,8 @@ class _OpStreams(OpRecord):
         for label, stream in list(self.stream_by_label.items()):
             yield Measured(
                 self.phase, self.type, self.module, self.source, tensor=stream.label_with_sizes(label),
-                dtype=stream.dtype, executions=stream.execution_count,
+                dtype=stream.dtype,
+                executions=stream.executions + sum(observer.executions for observer in stream.observers),
                 statistics=stream.accumulator.statistics(), sketch=stream.accumulator.sketch(),
             )  # fmt: skip
 
@@ -225,10 +226,6 @@ class _Stream:
     executions: int = 0  # that Python has measured
     batches: set[tuple[int, ...]] = field(default_factory=set)
     observers: list[MomentsObserver] = field(default_factory=list)  # one for each plan of the op
-
-    @property
-    def execution_count(self) -> int:
-        return self.executions + sum(observer.executions for observer in self.observers)
 
     def note_batches(self, sizes: Sequence[int]) -> None:
         """Note the sizes of the batches of a vmap; of many different sizes the least and the greatest."""
@@ -334,8 +331,7 @@ class StatsTool(TensorTool[_OpStreams]):
             stream.observers.append(observer)
             moments[tensor.flat_index] = stream.accumulator.host_moments
         if "is_weights" in options:  # a gradient of another size may be that of a weight no more
-            extents = [tensors_of(value).extents(value) for value in values if value is not None]
-            observer.length = sum(map(prod, extents))
+            observer.length = sum(prod(tensors_of(x).extents(x)) for x in values if x is not None)
         observer.moments = tuple(moments)
 
     def observe(self, record: _OpStreams, tensors: Iterator[OpTensor], execution: int) -> None:
