@@ -259,7 +259,7 @@ NATIVE_FOLDERS = {
     "interception": {"interception"},
     "execution": {"interception", "execution"},
     "pytorch": {"interception", "execution", "pytorch"},
-    "statistics": {"interception/base.h", "statistics"},
+    "statistics": {"interception/base.h", "execution/observer.h", "statistics"},
 }
 """What the sources of a folder of native code include; tensors.h alone includes what defines it in line."""
 

@@ -44,6 +44,17 @@ class Tally(interceptor.ShapeCounter):
         """Return how many executions were counted."""
         return sum(calls for _, calls in self.items())
 
+    def __reduce__(self) -> tuple[Callable[[int], Tally], tuple[int]]:
+        return _tally_of, (self.calls,)
+
+
+def _tally_of(calls: int) -> Tally:
+    """Return a tally with a count, as a copy has."""
+    tally = Tally()
+    if calls:
+        tally.add((), calls)
+    return tally
+
 
 # A class of its own, as the signature decides whether native code builds the tuple of shapes.
 class ShapeTally(interceptor.ShapeCounter):

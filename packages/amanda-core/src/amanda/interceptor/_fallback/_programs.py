@@ -35,13 +35,14 @@ class ShapeCounter:
     def __init__(self, limit: int = 1024) -> None:
         self._calls: dict[Any, int] = {}
 
-    def add(self, shapes: Any) -> None:
-        """Count an execution.
+    def add(self, shapes: Any, calls: int = 1) -> None:
+        """Count executions.
 
         Args:
             shapes: A tuple for the inputs, one for the outputs, ..., each with the shape of each value.
+            calls: How many executions with these shapes.
         """
-        self._calls[shapes] = self._calls.get(shapes, 0) + 1
+        self._calls[shapes] = self._calls.get(shapes, 0) + calls
 
     def items(self) -> list[tuple[Any, int]]:
         """Return pairs of shapes and the number of their executions, in the order of first executions."""
@@ -142,8 +143,8 @@ class Moments(_NativeAlone):
 class Gate:
     """A switch of routines: native code does not call a `GatedRoutine` while its gate is not open."""
 
-    def __init__(self) -> None:
-        self.open = True
+    def __init__(self, open: bool = True) -> None:
+        self.open = open
 
 
 class GatedRoutine:

@@ -326,10 +326,10 @@ class TensorTool(amanda.Tool, Generic[RecordT]):
         """Count an execution, and observe its tensors if it is due.  first: position of the first value."""
         execution = self._count_execution(record, role)
         if execution is not None:  # it is due
-            tensors = self.tensors_of_execution(values, record, role, dtype, first, is_weights, batches)
+            tensors = self._tensors_of_execution(values, record, role, dtype, first, is_weights, batches)
             self.observe(record, tensors, execution)
 
-    def tensors_of_execution(
+    def _tensors_of_execution(
         self, values: Sequence[Any], record: RecordT, role: str, dtype: Dtype, first: int = 0,
         is_weights: Callable[[int, Any], bool] | None = None, batches: Sequence[int] = (),
     ) -> Iterator[OpTensor]:  # fmt: skip
@@ -348,7 +348,7 @@ class TensorTool(amanda.Tool, Generic[RecordT]):
         slice_name: str = run.get(_SLICE, "")
         execution = self._count_execution(record, f"{role} {slice_name}")
         if execution is not None:  # it is due
-            tensors = self.tensors_of_execution(values, record, role, dtype, first, is_weights, batches)
+            tensors = self._tensors_of_execution(values, record, role, dtype, first, is_weights, batches)
             self.observe(record, (tensor._replace(slice=slice_name) for tensor in tensors), execution)
 
     def _note_unread(self, record: OpRecord, tensor: OpTensor, reason: str) -> None:

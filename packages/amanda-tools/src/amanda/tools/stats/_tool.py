@@ -324,7 +324,7 @@ class StatsTool(TensorTool[_OpStreams]):
     def _find_moments(self, observer: MomentsObserver, values: Sequence[Any], **options: Any) -> None:
         """Tell an observer the moments of each value's stream; not where values are lists."""
         moments: list[Any] = [None] * len(values)
-        for tensor in self.tensors_of_execution(values, **options):
+        for tensor in self._tensors_of_execution(values, **options):
             if tensor.flat_index + options.get("first", 0) != tensor.position:
                 return
             stream = options["record"].stream_by_label[_stream_label(tensor)]

@@ -19,19 +19,29 @@ typedef struct {
 static PyMemberDef gate_members[] = {
     {"open", T_BOOL, offsetof(Gate, open), 0, "Whether the routines are called; true at first."}, {0}};
 
-static PyObject *gate_new(PyTypeObject *type, PyObject *Py_UNUSED(args), PyObject *Py_UNUSED(kwargs)) {
+static PyObject *gate_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"open", NULL};
+    int open = 1;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|p", names, &open)) return NULL;
     Gate *self = (Gate *)type->tp_alloc(type, 0);
-    if (self) self->open = 1;
+    if (self) self->open = (char)open;
     return (PyObject *)self;
 }
+
+static PyObject *gate_reduce(Gate *self, PyObject *Py_UNUSED(none)) {
+    return Py_BuildValue("O(i)", Py_TYPE(self), (int)self->open);
+}
+
+static PyMethodDef gate_methods[] = {{"__reduce__", (PyCFunction)gate_reduce, METH_NOARGS, "Copy the gate as it is."}, {0}};
 
 static PyTypeObject Gate_Type = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "amanda.interceptor.Gate",
     .tp_basicsize = sizeof(Gate),
     .tp_flags = Py_TPFLAGS_DEFAULT,
-    .tp_doc = "Gate(): a switch of routines; native code does not call a GatedRoutine while its gate is not open.",
+    .tp_doc = "Gate(open=True): a switch of routines; native code does not call a GatedRoutine while its gate is not open.",
     .tp_new = gate_new,
     .tp_members = gate_members,
+    .tp_methods = gate_methods,
 };
 
 typedef struct {

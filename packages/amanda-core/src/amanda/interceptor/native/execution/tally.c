@@ -184,18 +184,22 @@ static int tally_init(Tally *self, PyObject *args, PyObject *kwargs) {
     return PyArg_ParseTupleAndKeywords(args, kwargs, "|I", names, &self->limit) ? 0 : -1;
 }
 
-static PyObject *tally_add(Tally *self, PyObject *shapes) {
+static PyObject *tally_add(Tally *self, PyObject *args) {
     ShapeCode words;
+    PyObject *shapes;
+    long long calls_more = 1;
+    if (!PyArg_ParseTuple(args, "O|L", &shapes, &calls_more)) return NULL;
     words.count = 0;
     encode_shapes(&words, shapes);
     if (words.count >= 0) {
         if (count_shapes(self, &words, UINT32_MAX >> 2) != COUNTED) return PyErr_NoMemory();
+        self->calls += calls_more - 1;
         Py_RETURN_NONE;
     }
     if (!self->others && !(self->others = PyDict_New())) return NULL;
     PyObject *others = Py_NewRef(self->others), *before = PyDict_GetItemWithError(others, shapes);
     long long calls = before ? PyLong_AsLongLong(before) : 0;
-    PyObject *after = PyErr_Occurred() ? NULL : PyLong_FromLongLong(calls + 1);
+    PyObject *after = PyErr_Occurred() ? NULL : PyLong_FromLongLong(calls + calls_more);
     int failed = !after || PyDict_SetItem(others, shapes, after);
     Py_XDECREF(after);
     Py_DECREF(others);
@@ -255,7 +259,8 @@ static void tally_dealloc(Tally *self) {
 }
 
 static PyMethodDef tally_methods[] = {
-    {"add", (PyCFunction)tally_add, METH_O, "add(shapes): count an execution; shapes: a tuple for inputs, outputs, ..., with a shape for each value."},
+    {"add", (PyCFunction)tally_add, METH_VARARGS,
+     "add(shapes, calls=1): count executions; shapes: a tuple for inputs, outputs, ..., with a shape for each value."},
     {"items", (PyCFunction)tally_items, METH_NOARGS, "Return pairs of shapes and the number of executions with these shapes, in the order of the first execution."},
     {"clear", (PyCFunction)tally_clear_rows, METH_NOARGS, "Forget the executions."},
     {0}};

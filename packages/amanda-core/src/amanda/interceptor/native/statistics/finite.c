@@ -1,7 +1,6 @@
 /* Pairs of routines around an op that are called only where an output holds NaN or Inf. */
 #include "statistics/finite.h"
 #include "execution/observer.h"
-#include "execution/tally.h"
 #include <string.h>
 #include <structmember.h>
 
