@@ -15,7 +15,7 @@ from rich.console import Console
 
 from amanda.errors import AmandaError
 from amanda.tools.results import Column, Result, amount, check_schema, shortened
-from amanda.tools.results._layout import TableLayout, _folded_path, shortened_texts
+from amanda.tools.results._layout import TableLayout, _cell_text, shortened_texts
 
 
 class Calls(Result):
@@ -388,7 +388,7 @@ def test_text_is_returned_in_notebooks_too(calls: Calls, monkeypatch: pytest.Mon
     ],
 )
 def test_indices_of_a_path_are_ranges(paths: list[str], path: str) -> None:
-    assert _folded_path(paths) == path
+    assert _cell_text(Column("module"), paths) == path
 
 
 def test_older_versions_are_read_and_newer_ones_name_the_distribution() -> None:
