@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import inf, nan
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -110,3 +111,17 @@ def test_numbers_of_numpy_arrive_as_numbers_of_python() -> None:
     values = function(np.int64(3), np.float32(0.5), np.int8(1), seeds=(np.uint8(7),))
     assert values == (3, 0.5, (1,), [7])
     assert [type(one) for one in (*values[:2], *values[2], *values[3])] == [int, float, int, int]
+
+
+def test_numbers_of_numpy_in_a_mapping_arrive_as_numbers_of_python() -> None:
+    @checked
+    def function(bits: Mapping[int, Share], sizes: Mapping[Iterable[int], Sequence[int]]) -> Any:
+        return bits, sizes
+
+    bits, sizes = function({np.int64(3): np.float32(0.5), 4: 1}, {frozenset([1]): [np.int8(2)]})
+    assert (bits, sizes) == ({3: 0.5, 4: 1}, {frozenset([1]): [2]})
+    assert [type(number) for number in (*bits, *bits.values(), *sizes[frozenset([1])])] == [
+        int, int, float, int, int,
+    ]  # fmt: skip
+    unchanged = defaultdict(float, {3: 0.5})
+    assert function(unchanged, {})[0] is unchanged

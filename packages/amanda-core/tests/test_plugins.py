@@ -179,8 +179,13 @@ with amanda.apply(amanda.Tool()) as later:
         ('ImportError("libgood.so: cannot open shared object file: Too many open files")', "free memory"),
         ('ImportError("no module named good")', "pip install --upgrade fake-good"),
         ('FileNotFoundError(2, "No such file")', "pip install --upgrade fake-good"),
+        ('OSError("libgood.so: cannot open shared object file: Too many open files")', "free memory"),
+        ('OSError("libgood.so: cannot open shared object file")', "pip install --upgrade fake-good"),
+        ('IsADirectoryError(21, "Is a directory")', "pip install --upgrade fake-good"),
+        ('PermissionError(13, "Permission denied", "/there/good.py")',
+         "; give your user access to /there/good.py; the next use tries again"),
     ],
-)
+)  # fmt: skip
 def test_a_driver_whose_import_failed_once_is_used_by_the_next_scope(
     run: Run, error: str, advice: str
 ) -> None:

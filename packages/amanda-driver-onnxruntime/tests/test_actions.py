@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import onnx
 import onnxruntime
 import pytest
 from onnx_models import FIRST, SECOND, model_of, node, random, session_of, tool, two_layers
+from onnxruntime.capi.onnxruntime_pybind11_state import InvalidArgument
 
 import amanda
 from amanda.drivers.onnxruntime import session_options
@@ -484,6 +486,19 @@ def test_bfloat16_sequences_and_text_pass_between_sessions() -> None:
     assert dtypes["narrow"] == "bfloat16"
     assert dtypes["text"] == "object"
     assert scope.report == []
+
+
+@pytest.mark.parametrize("dtype", ["U1", "S1", "V1", object, np.int64, np.float32])
+def test_an_input_that_is_no_text_reaches_the_session_and_no_routine(dtype: Any) -> None:
+    types = {"t": onnx.TensorProto.STRING, "u": onnx.TensorProto.STRING}
+    session = session_of(model_of([node("Identity", "t", "u")], {"t": [2]}, ["u"], types=types))
+    feed = {"t": np.array([b"1", b"2"]).astype(dtype)}
+    seen: list[Any] = []
+    is_text = np.dtype(dtype).kind in "OUSV"
+    error = nullcontext() if is_text else pytest.raises(InvalidArgument, match=r"expected: \(tensor\(string")
+    with amanda.apply(tool(lambda c: c.insert_before_op(seen.append))), error:
+        session.run(None, feed)
+    assert len(seen) == is_text
 
 
 def test_a_routine_that_changes_a_dictionary_is_told_that_it_cannot() -> None:

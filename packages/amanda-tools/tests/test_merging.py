@@ -147,6 +147,20 @@ def test_a_file_is_read_back_as_its_tools_result(tmp_path: Path) -> None:
     assert table.to_dict() == unknown
 
 
+def test_the_lead_of_a_result_without_a_class_is_that_of_its_table(tmp_path: Path) -> None:
+    results = {"rank0": Seen([("relu", 2, 1.0, 5.0)]), "rank1": Seen([("relu", 3, 0.5, 4.0)])}
+    results["rank0"].lead = "Of step 4 alone."
+    tables = {name: load(seen.save(tmp_path / f"{name}.json")) for name, seen in results.items()}
+    table = tables["rank0"]
+    assert isinstance(table, Table)
+    assert table.to_dict() == results["rank0"].to_dict()
+    assert (table.lead, list(table.notes())) == ("Of step 4 alone.", ["Of ops.", "All is well."])
+    assert str(table).splitlines()[1] == "Of step 4 alone."
+    for merged in (merge(results), merge(tables), by_rank(tables), merge({"both": merge(tables)})):
+        assert merged.lead == "rank0: Of step 4 alone."
+        assert str(merged).count("Of step 4 alone.") == 1
+
+
 @pytest.mark.parametrize("content", ["{", "[]", "{}", '{"schema": "amanda.flops", "version": 99}', "3"])
 def test_a_file_of_anything_else_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "x.json").write_text(content)

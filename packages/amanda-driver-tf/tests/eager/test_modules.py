@@ -69,6 +69,25 @@ def test_projections_of_an_attention_have_paths_of_their_own(scopes: Any) -> Non
     assert set(projections) <= set(scopes.answers["BatchMatMulV2"] + scopes.answers["Einsum"])
 
 
+def test_a_module_class_with_two_bases_is_patched_once(scopes: Any) -> None:
+    class Scaled(tf.Module):
+        pass
+
+    class Shifted(tf.Module):
+        pass
+
+    class Both(Scaled, Shifted):
+        def __call__(self, x: Any) -> Any:
+            return tf.nn.relu(x)
+
+    call, x = Both.__call__, tf.ones(2)
+    with amanda.apply(scopes):
+        assert Both.__call__.__wrapped__ is call  # type: ignore[attr-defined]
+        Both()(x)
+    assert Both.__call__ is call
+    assert list(scopes.answers) == ["Relu"]
+
+
 def test_modules_made_in_the_scope_are_regions_too(scopes: Any) -> None:
     with amanda.apply(scopes):
 

@@ -7,12 +7,12 @@ import os
 import re
 import types
 import typing
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import lru_cache
-from itertools import islice
+from itertools import chain, islice
 from math import isfinite
 from numbers import Integral, Rational, Real
 from pathlib import Path, PurePath
@@ -466,19 +466,23 @@ def _kind_of_mapping(members: tuple[Any, ...]) -> Kind:
     key_kind, item_kind = kinds[0], kinds[-1]  # some mappings have one parameter
 
     def accept(value: Any) -> Any:
-        """Return the mapping as it came, with no item converted; raise Mismatch for a wrong key or value."""
+        """Return the mapping, or a dict if a key or value was converted; raise Mismatch for a wrong one."""
         if not isinstance(value, Mapping):
             raise Mismatch
-        for key, item in list(value.items()):
+        items, accepted_items = list(value.items()), []
+        for key, item in items:
             try:
-                key_kind.accept(key)
+                accepted_key = key_kind.accept(key)
             except Mismatch:
                 raise Mismatch(f"its key is {shown(key)}") from None
             try:
-                item_kind.accept(item)
+                # A key that becomes a list or set, as of an Iterable, could not be a key.
+                new_key = accepted_key if isinstance(accepted_key, Hashable) else key
+                accepted_items.append((new_key, item_kind.accept(item)))
             except Mismatch:
                 raise Mismatch(f"its value of {shown(key)} is {shown(item)}") from None
-        return value
+        is_unchanged = all(map(operator.is_, chain(*accepted_items), chain(*items)))
+        return value if is_unchanged else dict(accepted_items)
 
     words = f"a dict from {key_kind.many} to {item_kind.many}" if members else "a dict"
     if item_kind.accept is _FUNCTION.accept:  # which no file has

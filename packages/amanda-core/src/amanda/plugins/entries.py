@@ -92,14 +92,16 @@ class ImportFailure(Exception):
     def fix(self, otherwise: str, package: str = "") -> str:
         """Return what the user can do about the failure.
 
-        otherwise: the answer where neither a lack of memory, files or disk is behind it, nor a version of
-        another package: the installation is broken.  package: import name of what was imported.
+        otherwise: the answer where neither a lack of memory, files, disk or access is behind it, nor a
+        version of another package: the installation is broken.  package: import name of what was imported.
         """
         cause = self.__cause__
         # A lack of memory or files may lie behind several errors of imports.
         while cause is not None:
             if _is_transient(cause):
                 return "free memory, open files or disk, whichever it lacked; the next use tries again"
+            if isinstance(cause, PermissionError):
+                return f"give your user access to {cause.filename or 'that file'}; the next use tries again"
             if misfit := _misfit_package(cause, package):
                 return f"{misfit} does not fit it: pip install another version of {misfit.split()[0]}"
             cause = cause.__cause__ or cause.__context__
@@ -128,16 +130,19 @@ def _misfit_package(error: BaseException, package: str) -> str:
 
 
 def _is_transient(error: BaseException) -> bool:
-    """Return True for a lack of memory, open files or disk, also where it kept a library from opening.
+    """Return True for a lack of memory, open files or disk, also where it kept a library from opening."""
+    if isinstance(error, OSError) and error.errno in _TRANSIENT_ERRNOS:
+        return True
+    # The loader of libraries has its reason in the text alone: of an ImportError, or of ctypes' OSError.
+    is_of_loader = isinstance(error, ImportError) or (isinstance(error, OSError) and error.errno is None)
+    has_reason = any(os.strerror(number) in str(error) for number in _TRANSIENT_ERRNOS)
+    return isinstance(error, MemoryError) or (is_of_loader and has_reason)
 
-    An OSError counts as such, except for a missing file.
-    """
-    if isinstance(error, ImportError):
-        return any(os.strerror(number) in str(error) for number in _TRANSIENT_ERRNOS)
-    return isinstance(error, (MemoryError, OSError)) and not isinstance(error, FileNotFoundError)
 
-
-_TRANSIENT_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.ESTALE, errno.ENOSPC)
+_TRANSIENT_ERRNOS = (
+    errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EIO, errno.ESTALE, errno.ENOSPC,
+    errno.EDQUOT,
+)  # fmt: skip
 
 
 def run_import(load: Callable[[], T]) -> T:

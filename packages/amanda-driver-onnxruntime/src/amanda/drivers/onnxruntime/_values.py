@@ -61,11 +61,14 @@ class OnnxSymbol:
         return OnnxSymbol(name, tensor_type(self.dtype, None))
 
     def admits(self, value: Any) -> bool:
-        """Return True if a fed value agrees with the known dtype and shape; text admits any dtype."""
+        """Return True if a fed value agrees with the known dtype and shape."""
         if self.dtype is None:
             return True
-        # Strings come as NumPy objects, text or bytes.
-        if not isinstance(value, np.ndarray) or (value.dtype != self.dtype and self.dtype.kind not in "OUS"):
+        if not isinstance(value, np.ndarray):
+            return False
+        # ONNX Runtime takes strings as NumPy objects, text or bytes.
+        takes_text = self.dtype.kind in "OUS" and value.dtype.kind in "OUSV"
+        if value.dtype != self.dtype and not takes_text:
             return False
         if self.shape is None:
             return True

@@ -171,16 +171,19 @@ def _wrap_module_call(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _module_classes_without_keras() -> Iterator[type]:
-    """Yield all subclasses of `tf.Module` but Keras' classes and subclasses of these.
+    """Yield all subclasses of `tf.Module`, each once, but Keras' classes and subclasses of these.
 
     The base class of Keras' layers is patched instead.
     """
     unvisited_classes: list[type] = [tf.Module]
+    visited_classes: set[type] = set()
     subclass: type
     while unvisited_classes:
         for subclass in type.__subclasses__(unvisited_classes.pop()):
-            if subclass in _keras_classes:
+            # Each of several bases has the class among its subclasses.
+            if subclass in _keras_classes or subclass in visited_classes:
                 continue
+            visited_classes.add(subclass)
             if subclass.__module__.startswith(("keras.", "tf_keras.")):
                 # Cached, since Keras has hundreds of classes and each scope asks again.
                 _keras_classes.add(subclass)

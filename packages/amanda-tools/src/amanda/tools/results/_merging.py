@@ -30,15 +30,16 @@ class Table(Result):
         title: Text above the table.
         notes: Sentences below the table.
         facts: What files contain besides the rows; None for nothing.
+        lead: Sentence above the table, below the title.
     """
 
     def __init__(
         self, name: str, version: int, columns: Sequence[Column], rows: Sequence[Sequence[Any]],
-        title: str = "", notes: Sequence[str] = (), facts: Mapping[str, Any] | None = None,
+        title: str = "", notes: Sequence[str] = (), facts: Mapping[str, Any] | None = None, lead: str = "",
     ) -> None:  # fmt: skip
         self.name, self.version = name, version  # type: ignore[misc]
         self.columns = tuple(columns)  # type: ignore[misc]
-        self.title = title
+        self.title, self.lead = title, lead
         self._rows, self._notes, self._content = list(rows), tuple(notes), dict(facts or {})
 
     def rows(self) -> Sequence[Sequence[Any]]:
@@ -56,16 +57,15 @@ class Table(Result):
         version, title, rows = content["version"], content["title"], content["rows"]
         if type(version) is not int or not isinstance(title, str):
             raise ValueError(f"its version is {version!r}, and its title {title!r}")
-        columns, values_of_columns = [], []
-        for description in content["columns"]:
-            column, values = _read_column(description, [row[description["name"]] for row in rows])
-            columns.append(column)
-            values_of_columns.append(values)
-        standard_fields = {"schema", "version", "title", "notes", "columns", "rows"}
+        columns_and_values = [_read_column(description, [row[description["name"]] for row in rows])
+                              for description in content["columns"]]  # fmt: skip
+        lead = str(content.get("lead", ""))
+        standard_fields = {"schema", "version", "title", "lead", "notes", "columns", "rows"}
         return cls(
-            str(content["schema"]).removeprefix("amanda."), version, columns,
-            list(zip(*values_of_columns, strict=True)), title, [str(note) for note in content["notes"]],
-            {name: value for name, value in content.items() if name not in standard_fields},
+            str(content["schema"]).removeprefix("amanda."), version, [pair[0] for pair in columns_and_values],
+            list(zip(*(values for _, values in columns_and_values), strict=True)), title,
+            [note for note in map(str, content["notes"]) if note != lead],  # a lead is among a file's notes
+            {name: value for name, value in content.items() if name not in standard_fields}, lead,
         )  # fmt: skip
 
 
@@ -146,9 +146,7 @@ def _text(value: Any) -> str:
 
 
 def _number(value: Any) -> str:
-    return (
-        f"{value:.4g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
-    )
+    return format(value, ".4g" if isinstance(value, float) else "," if isinstance(value, int) else "")
 
 
 ResultT = TypeVar("ResultT")
@@ -187,7 +185,7 @@ def merge(results: Mapping[str, Result], missing: Sequence[Name] = ()) -> Result
         AmandaError: For no results, and for results of several tools or with different columns.
     """
     _check_same_tool(results)
-    first, *other_results = results.values()
+    (first, *other_results), names = results.values(), _join_names(results)
     try:
         if not other_results:
             merged = copy(first)
@@ -197,16 +195,13 @@ def merge(results: Mapping[str, Result], missing: Sequence[Name] = ()) -> Result
             has_merging_columns = any(column.merge for column in first.columns)
             merged = _merge_by_columns(results) if has_merging_columns else by_rank(results)
     except (TypeError, ValueError, LookupError, AttributeError) as error:  # of values that somebody wrote
-        raise AmandaError(
-            f"results of {_join_names(results)} cannot be put together: {in_words(error)}"
-        ) from error
+        raise AmandaError(f"results of {names} cannot be put together: {in_words(error)}") from error
     notes = attribute_notes({name: result.remarks for name, result in results.items()})
     if len(results) > 1 or missing:
-        notes.append(f"Of {_join_names(results)}{' together' if len(results) > 1 else ''}.")
+        notes.append(f"Of {names}{' together' if len(results) > 1 else ''}.")
     if missing:
         notes.append(f"There is no result of {_join_names(missing)}.")
-    leads = {name: [result.lead] for name, result in results.items() if result.lead}
-    merged.remarks, merged.lead = notes, " ".join(attribute_notes(leads))
+    merged.remarks, merged.lead = notes, _joint_lead(results)
     return merged
 
 
@@ -219,15 +214,16 @@ def by_rank(results: Mapping[str, Result]) -> Table:
     _check_same_tool(results)
     first = next(iter(results.values()))
     notes = attribute_notes({name: result.notes() for name, result in results.items()})
+    lead = _joint_lead(results)
     names_and_rows = [(name, row) for name, result in results.items() for row in result.rows()]
     if tool := _source_tool(first):  # these are tables by rank already
         rows_of_ranks = [(f"{name}.rank{rank}" if isinstance(rank, int) else f"{name}.{rank}", *cells)
                          for name, (rank, *cells) in names_and_rows]  # fmt: skip
-        return Table(_RANKS, 1, first.columns, rows_of_ranks, first.title, notes, {"of": tool})
+        return Table(_RANKS, 1, first.columns, rows_of_ranks, first.title, notes, {"of": tool}, lead)
     rows_with_rank = [(_rank_number(name), *row) for name, row in names_and_rows]
     columns = [Column("rank", number=True), *first.columns]
     title = f"{first.title or first.name} by rank"
-    return Table(_RANKS, 1, columns, rows_with_rank, title, notes, {"of": first.name})
+    return Table(_RANKS, 1, columns, rows_with_rank, title, notes, {"of": first.name}, lead)
 
 
 def attribute_notes(sentences: Mapping[str, Sequence[str]]) -> list[str]:
@@ -238,6 +234,12 @@ def attribute_notes(sentences: Mapping[str, Sequence[str]]) -> list[str]:
             names_by_sentence.setdefault(sentence, []).append(name)
     return [sentence if len(names) == len(sentences) else f"{', '.join(names)}: {sentence}"
             for sentence, names in names_by_sentence.items()]  # fmt: skip
+
+
+def _joint_lead(results: Mapping[str, Result]) -> str:
+    """Return the leads of results as one, each after the names of its results unless all have it."""
+    leads = {name: [result.lead] if result.lead else [] for name, result in results.items()}
+    return " ".join(attribute_notes(leads))
 
 
 _RANKS = "ranks"
@@ -252,10 +254,8 @@ def _merge_by_columns(results: Mapping[str, Result]) -> Table:
     for row in (row for result in results.values() for row in result.rows()):
         # By repr, as values of a file may be lists, which are not hashable.
         rows_by_key.setdefault(repr([row[i] for i in key_positions]), []).append(row)
-    rows = [
-        [_merge_values(column, values) for column, *values in zip(first.columns, *equal_rows, strict=True)]
-        for equal_rows in rows_by_key.values()
-    ]
+    rows = [[_merge_values(column, values) for column, *values in zip(first.columns, *equals, strict=True)]
+            for equals in rows_by_key.values()]  # fmt: skip
     notes = attribute_notes({name: result.notes() for name, result in results.items()})
     facts = {"of": tool} if (tool := _source_tool(first)) else {}
     return Table(first.name, first.version, first.columns, rows, first.title, notes, facts)
