@@ -208,6 +208,23 @@ def test_ops_are_points_by_type(model: Any, x: Any) -> None:
     assert torch.equal(inputs_tool.saved["layers.0.outer/linear"][0], model.layers[0].inner(x).relu())
 
 
+def test_without_an_index_every_output_of_an_op_is_a_point(x: Any) -> None:
+    tool = PatchTool(type="unbind", index=None)
+    under(tool, lambda: [rows.unbind() for rows in (x[:1], x, x[:, :1])])
+    (base,) = {point.removesuffix("[1]") for point in tool.saved}
+    assert [list(value.shape) for value in tool.saved[base]] == [[3, 4], [3, 4], [1, 4]]
+    assert torch.equal(tool.saved[f"{base}[1]"][0], x[1])
+    assert [record.executions for record in tool.result.patched] == [3, 2]
+
+    values, indices = under(PatchTool(type="topk", index=None, scale=0), lambda: x.topk(2))
+    assert not values.any()
+    assert not indices.any()
+    vector = torch.ones((), requires_grad=True)
+    adding = PatchTool(type="unbind", index=None, add=vector, differentiable=True)
+    under(adding, lambda: torch.stack(x.unbind()).sum().backward())
+    assert vector.grad == x.numel()
+
+
 def test_gradients_reach_a_vector_where_asked(model: Any, x: Any, caplog: Any) -> None:
     vector = torch.rand(4, requires_grad=True)
     under(PatchTool("layers.0", add=vector, differentiable=True), lambda: model(x).sum().backward())

@@ -81,3 +81,13 @@ def test_a_function_that_was_traced_before_is_an_error(model: Any, x: Any) -> No
     function(x)
     with pytest.raises(PatchError, match="traced in the scope"):
         under(PatchTool("first", scale=0.0), lambda: function(x))
+
+
+@pytest.mark.parametrize("wrap", [tf.function, lambda function: function], ids=["graph", "eager"])
+def test_without_an_index_every_tensor_of_a_list_of_outputs_is_a_point(wrap: Any, x: Any) -> None:
+    split = wrap(lambda: tf.split(x, 2, axis=2))
+    tool = PatchTool(type="split", index=None)
+    under(tool, split)
+    assert [values[0].shape for values in tool.saved.values()] == [(2, 3, 2)] * 2
+    halves = under(PatchTool(type="split", index=None, scale=0), split)
+    assert not np.any(halves)
