@@ -225,6 +225,11 @@ def test_without_an_index_every_output_of_an_op_is_a_point(x: Any) -> None:
     assert vector.grad == x.numel()
 
 
+def test_the_index_of_an_input_that_an_op_lacks_is_an_error_with_their_number(x: Any) -> None:
+    with pytest.raises(PatchError, match=r"index is 3 and /relu has 1 input, .* or None for all"):
+        under(PatchTool(type="relu", side="input", index=3), x.relu)
+
+
 def test_gradients_reach_a_vector_where_asked(model: Any, x: Any, caplog: Any) -> None:
     vector = torch.rand(4, requires_grad=True)
     under(PatchTool("layers.0", add=vector, differentiable=True), lambda: model(x).sum().backward())

@@ -211,7 +211,8 @@ class PatchTool(amanda.Tool):
     def _analyze_op(self, context: amanda.OpContext) -> None:
         """Insert the routines of an op that is a selected point, or has selected tensors.
 
-        Also records the op's paths, for the error of a selection without a point.
+        Also records the op's paths, for the error of a selection without a point.  Raises PatchError for the
+        index of an input that the op does not have.
         """
         paths = context.get_scopes()
         self._seen_paths.update(dict.fromkeys(paths))
@@ -231,6 +232,12 @@ class PatchTool(amanda.Tool):
             self._insert_routine(context, self.place(context), self._index, position=self._index)
         else:
             inputs = context.get_inputs()
+            if self._index is not None and self._index >= len(inputs):
+                count = f"{len(inputs)} input{'s' * (len(inputs) != 1)}"
+                raise PatchError(
+                    f"index is {self._index} and {self.place(context)} has {count}, counted from 0; "
+                    "give the index of one of them, or None for all"
+                )
             for index in range(len(inputs)) if self._index is None else [self._index]:
                 if context["dtype"](inputs[index]) is not None:  # a tensor
                     self._insert_routine(context, self.place(context), index, position=index)
