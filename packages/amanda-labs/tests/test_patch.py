@@ -291,6 +291,14 @@ def test_a_sweep_has_a_table_and_a_picture(model: Any, x: Any, tmp_path: Any) ->
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "options", [{"positions": []}, {"positions": range(0)}, {"heads": [], "num_heads": 2}]
+)
+def test_a_sweep_of_no_place_is_an_error(model: Any, x: Any, options: Any) -> None:
+    with pytest.raises(PatchError, match="give at least one, or None for whole modules"):
+        patch_sweep(lambda: model(x).sum(), "layers.*", scale=0, progress=False, **options)
+
+
 def failing_metric() -> Any:
     """Return a metric that raises where the intervention makes it negative."""
     torch.manual_seed(0)
