@@ -433,6 +433,15 @@ def test_text_that_selects_nothing(text: str) -> None:
         PartitionTool(protect=text)
 
 
+def test_patterns_of_a_name_that_is_given_twice_add_up(protect: Callable[[str], Protecting]) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    tool = protect("module=0 module=2")
+    with amanda.apply(tool):
+        model(torch.rand(1, 4))
+    assert {row[2] for row in tool.result.rows() if row[0] == "forward"} == {"0", "2"}
+    assert not tool.result.remarks
+
+
 def test_finalize_is_of_protected_parts_and_release_is_its_former_name() -> None:
     with pytest.raises(ToolError, match="this tool has no protect"):
         PartitionTool().finalize(nn.Linear(4, 4))

@@ -445,7 +445,7 @@ def _parse_selection(text: str) -> Selection:
         name, _, patterns = part.partition("=")
         if name not in ("module", "type", "exclude") or not patterns:
             raise ToolError(f"protect is {text!r}; it is {form}")
-        patterns_by_name[name] = patterns.split("|")
+        patterns_by_name.setdefault(name, []).extend(patterns.split("|"))
     if not patterns_by_name:
         raise ToolError("protect is empty; give module=NAME|NAME or type=NAME|NAME")
     types, modules = patterns_by_name.get("type"), patterns_by_name.get("module")
