@@ -143,6 +143,16 @@ def test_result_declares_what_crosses(protect: Callable[[str], Protecting]) -> N
     ]  # fmt: skip
 
 
+def test_result_stays_as_it_is_after_clear(protect: Callable[[str], Protecting]) -> None:
+    model, tool = nn.Sequential(nn.Linear(4, 4)), protect("module=0")
+    with amanda.apply(tool):
+        model(torch.rand(1, 4))
+    result = tool.result
+    rows = result.rows()
+    tool.clear()
+    assert result.rows() == rows
+
+
 @pytest.mark.slow
 def test_inference_needs_no_gradients(protect: Callable[[str], Protecting]) -> None:
     model, x = Net().eval(), torch.rand(2, 3, 8, 8)

@@ -262,6 +262,17 @@ def test_saved_values_keep_their_gradient_where_asked(model: Any, x: Any) -> Non
     assert model.layers[0].inner.weight.grad is not None
 
 
+def test_a_result_stays_as_it_is_while_the_tool_counts_on_and_after_clear(model: Any, x: Any) -> None:
+    tool = PatchTool("layers.*", scale=0.0)
+    under(tool, lambda: model(x))
+    result = tool.result
+    rows = result.rows()
+    under(tool, lambda: model(x))
+    tool.clear()
+    assert result.rows() == rows
+    assert {(record.executions, record.changed) for record in result.patched} == {(1, 1)}
+
+
 def test_steps_choose_executions(model: Any, x: Any) -> None:
     tool = PatchTool("layers.0", scale=0.0, steps=[1])
     first, second, third = under(tool, lambda: [model(x), model(x), model(x)])

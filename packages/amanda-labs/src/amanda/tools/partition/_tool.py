@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from inspect import signature
 from pathlib import Path
@@ -57,7 +58,9 @@ class ProtectedResult(Result):
     )  # fmt: skip
 
     def __init__(self, protection: Protection | None, text: str, remarks: Sequence[str]) -> None:
-        self.traffic = [] if protection is None else list(protection.traffic.values())
+        # Copies, which later calls and `clear` do not change.
+        records = [] if protection is None else list(protection.traffic.values())
+        self.traffic = [replace(record, headers=dict(record.headers)) for record in records]
         self.pid = None if protection is None else protection.pid
         self._selection_text, self.remarks = text, remarks
 

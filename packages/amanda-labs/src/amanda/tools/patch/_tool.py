@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -135,8 +136,9 @@ class PatchTool(amanda.Tool):
 
     @property
     def result(self) -> PatchResult:
-        """Return a table of the points so far, whose counts go on, with remarks on unmatched patterns."""
-        result = PatchResult(list(self._record_by_point.values()), f"Points: {self._edit}")
+        """Return a table of the points with their counts so far, with remarks on unmatched patterns."""
+        records = list(map(copy.copy, list(self._record_by_point.values())))
+        result = PatchResult(records, f"Points: {self._edit}")
         result.remarks = [*self._remarks, *as_remarks(self.unmatched())]
         return result
 
