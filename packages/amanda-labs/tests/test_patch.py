@@ -1,6 +1,7 @@
 import copy
 import os
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -371,6 +372,16 @@ def test_a_sweep_goes_on_from_its_file(tmp_path: Any) -> None:
     assert len(calls) == 5 + 1 + 6
     with pytest.raises(ArtefactError, match="options was"):
         patch_sweep(metric, "*", resume=path, **options | {"add": torch.zeros(4)})
+
+
+def test_filters_of_warnings_that_a_program_sets_in_a_scope_stay(model: Any, x: Any) -> None:
+    with warnings.catch_warnings():
+        filters = list(warnings.filters)
+        with amanda.apply(PatchTool("layers.0"), PatchTool("layers.1", side="input")):
+            model(x)
+            warnings.filterwarnings("ignore", "of the program")
+        warnings.warn("of the program", stacklevel=1)
+        assert warnings.filters[1:] == filters
 
 
 def test_nothing_selected_is_an_error_that_names_modules(model: Any, x: Any) -> None:

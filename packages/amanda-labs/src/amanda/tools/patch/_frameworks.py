@@ -12,8 +12,8 @@ import re
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Collection, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
 from functools import cache, partial
 from typing import Any, Literal
@@ -264,14 +264,30 @@ def _watch_pytorch(hooks: ExitStack, points: Points) -> None:
         # These are compiled as parts of graphs, never on their own.
         for function in (pre_hook, forward_hook, pass_tensors, point, _pass_through):
             dynamo.eval_frame.skip_code(function.__code__)
-    hooks.enter_context(warnings.catch_warnings())
-    warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global hooks")
+    hooks.enter_context(_ignored("Using `torch.compile.module.` when there are global hooks"))
     # Hooks of all modules, not of one: modules that are made later have points as well.
     if points.side == "input":
         handle = modules.register_module_forward_pre_hook(pre_hook)
     else:
         handle = modules.register_module_forward_hook(forward_hook)
     hooks.callback(handle.remove)
+
+
+@contextmanager
+def _ignored(pattern: str) -> Iterator[None]:
+    """Ignore warnings that begin as a pattern says, by a filter that is removed at the end.
+
+    `warnings.catch_warnings` would restore all filters, also those that the program sets meanwhile.
+    """
+    # Not by `filterwarnings`, which takes an equal filter of the program for the same.
+    new_filter = ("ignore", re.compile(pattern), UserWarning, None, 0)
+    filters: Any = warnings.filters
+    filters.insert(0, new_filter)
+    try:
+        yield
+    finally:
+        filters = warnings.filters  # another list, within a `catch_warnings` of the program
+        filters[:] = [other for other in filters if other is not new_filter]
 
 
 @cache
