@@ -283,11 +283,11 @@ class PatchTool(amanda.Tool):
         # Ops of graphs do not run again in a backward pass, so executions are counted without `run`.
         if not context.is_eager():
             keywords["run"] = None
+        positions = None if position is None else [position]
         if self._selects_modules or self._side == "output":
-            outputs = None if position is None else [position]
-            context.insert_after_op(routine, outputs=outputs, **keywords)
+            context.insert_after_op(routine, outputs=positions, **keywords)
         else:
-            context.insert_before_op(routine, inputs=[position], **keywords)
+            context.insert_before_op(routine, inputs=positions, **keywords)
 
     def _save_value(self, value: Any, record: Patched, run: dict[Any, Any] | None, recomputed: bool) -> None:
         """Count an execution; save a copy of its value if it is selected, detached unless differentiable."""
