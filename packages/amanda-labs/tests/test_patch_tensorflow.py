@@ -76,6 +76,15 @@ def test_gradients_reach_a_variable_in_eager_mode(model: Any, x: Any) -> None:
     assert "in graphs of tensorflow" in tool.result.remarks[0]
 
 
+def test_calls_of_layers_are_plain_after_tools_of_both_sides(model: Any, x: Any) -> None:
+    plain_call = keras.Operation.__call__
+    inputs, outputs = PatchTool("second", side="input"), PatchTool("first")
+    with amanda.apply(outputs, inputs):
+        model(x)
+    assert np.array_equal(inputs.saved["second"][0], outputs.saved["first"][0])
+    assert keras.Operation.__call__ is plain_call
+
+
 def test_a_function_that_was_traced_before_is_an_error(model: Any, x: Any) -> None:
     function = tf.function(lambda value: model(value))
     function(x)

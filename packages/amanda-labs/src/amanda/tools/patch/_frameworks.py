@@ -349,15 +349,33 @@ def _watch_keras(hooks: ExitStack, points: Points) -> None:
     original = Operation.__call__
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call a layer with its inputs, or its result, passed through points."""
+        """Call a layer with its inputs and result, as sides are watched, passed through points."""
         if not isinstance(self, Layer) or interceptor.active() is None:
             return original(self, *args, **kwargs)
-        if side == "input":
-            return original(self, *_pass_through(args, tf.Tensor, point, next_index=[0]), **kwargs)
-        return _pass_through(original(self, *args, **kwargs), tf.Tensor, point, next_index=[0])
+        if "input" in _keras_points:
+            args = _pass_through(args, tf.Tensor, _keras_points["input"], next_index=[0])
+        result = original(self, *args, **kwargs)
+        if "output" in _keras_points:
+            result = _pass_through(result, tf.Tensor, _keras_points["output"], next_index=[0])
+        return result
 
-    Operation.__call__ = __call__
-    hooks.callback(setattr, Operation, "__call__", original)
+    def stop_watching() -> None:
+        """Remove the points of this side, and with the last side's the wrapper of the call."""
+        del _keras_points[side]
+        if not _keras_points:
+            _keras_hooks.close()
+
+    # One wrapper for both sides: the side that was watched first may be the first that ends.
+    if not _keras_points:
+        Operation.__call__ = __call__
+        _keras_hooks.callback(setattr, Operation, "__call__", original)
+    _keras_points[side] = point
+    hooks.callback(stop_watching)
+
+
+_keras_points: dict[Side, Callable[[Any, int], Any]] = {}
+"""By side that is watched, the function that returns a point of a tensor."""
+_keras_hooks = ExitStack()
 
 
 _WATCH_FUNCTIONS: Mapping[str, Callable[[ExitStack, Points], None]] = {
