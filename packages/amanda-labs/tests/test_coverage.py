@@ -118,6 +118,15 @@ def test_it_starts_anew_and_counts_without_a_cache_and_without_gradients() -> No
     assert counts(covered(program, tool), "forward")["linear"] == (1, 1, 1, 1)
 
 
+def test_a_result_stays_as_it_is_while_the_tool_counts_on_and_after_clear() -> None:
+    model, tool = nn.Linear(4, 4), CoverageTool()
+    result = covered(lambda: model(torch.ones(2, 4)), tool)
+    rows = result.rows()
+    covered(lambda: model(torch.ones(2, 4)), tool)
+    tool.clear()
+    assert result.rows() == rows
+
+
 def test_a_backward_pass_after_it_started_anew_takes_nothing_away() -> None:
     model, tool = Scaled(), CoverageTool()
     x = torch.rand(2, requires_grad=True)

@@ -143,6 +143,16 @@ def test_result_declares_what_crosses(protect: Callable[[str], Protecting]) -> N
     ]  # fmt: skip
 
 
+def test_result_stays_as_it_is_after_clear(protect: Callable[[str], Protecting]) -> None:
+    model, tool = nn.Sequential(nn.Linear(4, 4)), protect("module=0")
+    with amanda.apply(tool):
+        model(torch.rand(1, 4))
+    result = tool.result
+    rows = result.rows()
+    tool.clear()
+    assert result.rows() == rows
+
+
 @pytest.mark.slow
 def test_inference_needs_no_gradients(protect: Callable[[str], Protecting]) -> None:
     model, x = Net().eval(), torch.rand(2, 3, 8, 8)
@@ -431,6 +441,15 @@ def test_process_serves_who_knows_the_key(protect: Callable[[str], Protecting], 
 def test_text_that_selects_nothing(text: str) -> None:
     with pytest.raises(ToolError, match="protect is"):
         PartitionTool(protect=text)
+
+
+def test_patterns_of_a_name_that_is_given_twice_add_up(protect: Callable[[str], Protecting]) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    tool = protect("module=0 module=2")
+    with amanda.apply(tool):
+        model(torch.rand(1, 4))
+    assert {row[2] for row in tool.result.rows() if row[0] == "forward"} == {"0", "2"}
+    assert not tool.result.remarks
 
 
 def test_finalize_is_of_protected_parts_and_release_is_its_former_name() -> None:

@@ -1,6 +1,7 @@
 import copy
 import os
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -208,6 +209,28 @@ def test_ops_are_points_by_type(model: Any, x: Any) -> None:
     assert torch.equal(inputs_tool.saved["layers.0.outer/linear"][0], model.layers[0].inner(x).relu())
 
 
+def test_without_an_index_every_output_of_an_op_is_a_point(x: Any) -> None:
+    tool = PatchTool(type="unbind", index=None)
+    under(tool, lambda: [rows.unbind() for rows in (x[:1], x, x[:, :1])])
+    (base,) = {point.removesuffix("[1]") for point in tool.saved}
+    assert [list(value.shape) for value in tool.saved[base]] == [[3, 4], [3, 4], [1, 4]]
+    assert torch.equal(tool.saved[f"{base}[1]"][0], x[1])
+    assert [record.executions for record in tool.result.patched] == [3, 2]
+
+    values, indices = under(PatchTool(type="topk", index=None, scale=0), lambda: x.topk(2))
+    assert not values.any()
+    assert not indices.any()
+    vector = torch.ones((), requires_grad=True)
+    adding = PatchTool(type="unbind", index=None, add=vector, differentiable=True)
+    under(adding, lambda: torch.stack(x.unbind()).sum().backward())
+    assert vector.grad == x.numel()
+
+
+def test_the_index_of_an_input_that_an_op_lacks_is_an_error_with_their_number(x: Any) -> None:
+    with pytest.raises(PatchError, match=r"index is 3 and /relu has 1 input, .* or None for all"):
+        under(PatchTool(type="relu", side="input", index=3), x.relu)
+
+
 def test_gradients_reach_a_vector_where_asked(model: Any, x: Any, caplog: Any) -> None:
     vector = torch.rand(4, requires_grad=True)
     under(PatchTool("layers.0", add=vector, differentiable=True), lambda: model(x).sum().backward())
@@ -240,6 +263,17 @@ def test_saved_values_keep_their_gradient_where_asked(model: Any, x: Any) -> Non
     assert model.layers[0].inner.weight.grad is not None
 
 
+def test_a_result_stays_as_it_is_while_the_tool_counts_on_and_after_clear(model: Any, x: Any) -> None:
+    tool = PatchTool("layers.*", scale=0.0)
+    under(tool, lambda: model(x))
+    result = tool.result
+    rows = result.rows()
+    under(tool, lambda: model(x))
+    tool.clear()
+    assert result.rows() == rows
+    assert {(record.executions, record.changed) for record in result.patched} == {(1, 1)}
+
+
 def test_steps_choose_executions(model: Any, x: Any) -> None:
     tool = PatchTool("layers.0", scale=0.0, steps=[1])
     first, second, third = under(tool, lambda: [model(x), model(x), model(x)])
@@ -267,6 +301,14 @@ def test_a_sweep_has_a_table_and_a_picture(model: Any, x: Any, tmp_path: Any) ->
     assert [row[0] for row in patch_sweep(lambda: model(x).sum(), "layers.*", scale=0).rows()] == [
         "layers.0", "layers.1",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "options", [{"positions": []}, {"positions": range(0)}, {"heads": [], "num_heads": 2}]
+)
+def test_a_sweep_of_no_place_is_an_error(model: Any, x: Any, options: Any) -> None:
+    with pytest.raises(PatchError, match="give at least one, or None for whole modules"):
+        patch_sweep(lambda: model(x).sum(), "layers.*", scale=0, progress=False, **options)
 
 
 def failing_metric() -> Any:
@@ -330,6 +372,16 @@ def test_a_sweep_goes_on_from_its_file(tmp_path: Any) -> None:
     assert len(calls) == 5 + 1 + 6
     with pytest.raises(ArtefactError, match="options was"):
         patch_sweep(metric, "*", resume=path, **options | {"add": torch.zeros(4)})
+
+
+def test_filters_of_warnings_that_a_program_sets_in_a_scope_stay(model: Any, x: Any) -> None:
+    with warnings.catch_warnings():
+        filters = list(warnings.filters)
+        with amanda.apply(PatchTool("layers.0"), PatchTool("layers.1", side="input")):
+            model(x)
+            warnings.filterwarnings("ignore", "of the program")
+        warnings.warn("of the program", stacklevel=1)
+        assert warnings.filters[1:] == filters
 
 
 def test_nothing_selected_is_an_error_that_names_modules(model: Any, x: Any) -> None:

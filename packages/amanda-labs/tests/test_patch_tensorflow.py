@@ -76,8 +76,27 @@ def test_gradients_reach_a_variable_in_eager_mode(model: Any, x: Any) -> None:
     assert "in graphs of tensorflow" in tool.result.remarks[0]
 
 
+def test_calls_of_layers_are_plain_after_tools_of_both_sides(model: Any, x: Any) -> None:
+    plain_call = keras.Operation.__call__
+    inputs, outputs = PatchTool("second", side="input"), PatchTool("first")
+    with amanda.apply(outputs, inputs):
+        model(x)
+    assert np.array_equal(inputs.saved["second"][0], outputs.saved["first"][0])
+    assert keras.Operation.__call__ is plain_call
+
+
 def test_a_function_that_was_traced_before_is_an_error(model: Any, x: Any) -> None:
     function = tf.function(lambda value: model(value))
     function(x)
     with pytest.raises(PatchError, match="traced in the scope"):
         under(PatchTool("first", scale=0.0), lambda: function(x))
+
+
+@pytest.mark.parametrize("wrap", [tf.function, lambda function: function], ids=["graph", "eager"])
+def test_without_an_index_every_tensor_of_a_list_of_outputs_is_a_point(wrap: Any, x: Any) -> None:
+    split = wrap(lambda: tf.split(x, 2, axis=2))
+    tool = PatchTool(type="split", index=None)
+    under(tool, split)
+    assert [values[0].shape for values in tool.saved.values()] == [(2, 3, 2)] * 2
+    halves = under(PatchTool(type="split", index=None, scale=0), split)
+    assert not np.any(halves)

@@ -94,6 +94,16 @@ def test_a_budget_that_fits_evicts_nothing(chain: tuple[nn.Module, Run], peak: i
     assert tool.result.rows() == []
 
 
+def test_a_result_stays_as_it_is_after_clear(chain: tuple[nn.Module, Run], peak: int) -> None:
+    tool = RematTool(budget=peak // 2)
+    step(*chain, tool)
+    result = tool.result
+    rows, evictions = result.rows(), result.evictions
+    tool.clear()
+    assert evictions > 0
+    assert (result.rows(), result.evictions) == (rows, evictions)
+
+
 def test_a_budget_that_cannot_be_held_is_said_or_an_error(
     chain: tuple[nn.Module, Run], peak: int, caplog: pytest.LogCaptureFixture
 ) -> None:

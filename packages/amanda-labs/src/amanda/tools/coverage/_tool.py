@@ -6,7 +6,7 @@ import inspect
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from threading import get_ident
 from types import CodeType, FrameType
@@ -161,13 +161,13 @@ class CoverageTool(amanda.Tool):
 
     @property
     def result(self) -> CoverageResult:
-        """The counts of what was executed so far; `ops` are the tool's own, whose counts go on.
+        """The counts of what was executed so far, which later executions and `clear` do not change.
 
         Closes the open calls of modules: later ops in them count as ops of new calls.
         """
         self._open_call_by_thread.clear()
         _count_seen_in_graphs(self._graph_op_by_id.values())
-        return CoverageResult([*self._eager_op_by_id.values(), *self._graph_op_by_id.values()])
+        return CoverageResult(map(replace, [*self._eager_op_by_id.values(), *self._graph_op_by_id.values()]))
 
     def clear(self) -> None:
         """Set all counts to 0; ops that were analysed stay analysed."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from inspect import signature
 from pathlib import Path
@@ -57,7 +58,9 @@ class ProtectedResult(Result):
     )  # fmt: skip
 
     def __init__(self, protection: Protection | None, text: str, remarks: Sequence[str]) -> None:
-        self.traffic = [] if protection is None else list(protection.traffic.values())
+        # Copies, which later calls and `clear` do not change.
+        records = [] if protection is None else list(protection.traffic.values())
+        self.traffic = [replace(record, headers=dict(record.headers)) for record in records]
         self.pid = None if protection is None else protection.pid
         self._selection_text, self.remarks = text, remarks
 
@@ -445,7 +448,7 @@ def _parse_selection(text: str) -> Selection:
         name, _, patterns = part.partition("=")
         if name not in ("module", "type", "exclude") or not patterns:
             raise ToolError(f"protect is {text!r}; it is {form}")
-        patterns_by_name[name] = patterns.split("|")
+        patterns_by_name.setdefault(name, []).extend(patterns.split("|"))
     if not patterns_by_name:
         raise ToolError("protect is empty; give module=NAME|NAME or type=NAME|NAME")
     types, modules = patterns_by_name.get("type"), patterns_by_name.get("module")

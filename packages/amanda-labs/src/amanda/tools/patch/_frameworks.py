@@ -12,8 +12,8 @@ import re
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Collection, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
 from functools import cache, partial
 from typing import Any, Literal
@@ -264,14 +264,30 @@ def _watch_pytorch(hooks: ExitStack, points: Points) -> None:
         # These are compiled as parts of graphs, never on their own.
         for function in (pre_hook, forward_hook, pass_tensors, point, _pass_through):
             dynamo.eval_frame.skip_code(function.__code__)
-    hooks.enter_context(warnings.catch_warnings())
-    warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global hooks")
+    hooks.enter_context(_ignored("Using `torch.compile.module.` when there are global hooks"))
     # Hooks of all modules, not of one: modules that are made later have points as well.
     if points.side == "input":
         handle = modules.register_module_forward_pre_hook(pre_hook)
     else:
         handle = modules.register_module_forward_hook(forward_hook)
     hooks.callback(handle.remove)
+
+
+@contextmanager
+def _ignored(pattern: str) -> Iterator[None]:
+    """Ignore warnings that begin as a pattern says, by a filter that is removed at the end.
+
+    `warnings.catch_warnings` would restore all filters, also those that the program sets meanwhile.
+    """
+    # Not by `filterwarnings`, which takes an equal filter of the program for the same.
+    new_filter = ("ignore", re.compile(pattern), UserWarning, None, 0)
+    filters: Any = warnings.filters
+    filters.insert(0, new_filter)
+    try:
+        yield
+    finally:
+        filters = warnings.filters  # another list, within a `catch_warnings` of the program
+        filters[:] = [other for other in filters if other is not new_filter]
 
 
 @cache
@@ -333,15 +349,33 @@ def _watch_keras(hooks: ExitStack, points: Points) -> None:
     original = Operation.__call__
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call a layer with its inputs, or its result, passed through points."""
+        """Call a layer with its inputs and result, as sides are watched, passed through points."""
         if not isinstance(self, Layer) or interceptor.active() is None:
             return original(self, *args, **kwargs)
-        if side == "input":
-            return original(self, *_pass_through(args, tf.Tensor, point, next_index=[0]), **kwargs)
-        return _pass_through(original(self, *args, **kwargs), tf.Tensor, point, next_index=[0])
+        if "input" in _keras_points:
+            args = _pass_through(args, tf.Tensor, _keras_points["input"], next_index=[0])
+        result = original(self, *args, **kwargs)
+        if "output" in _keras_points:
+            result = _pass_through(result, tf.Tensor, _keras_points["output"], next_index=[0])
+        return result
 
-    Operation.__call__ = __call__
-    hooks.callback(setattr, Operation, "__call__", original)
+    def stop_watching() -> None:
+        """Remove the points of this side, and with the last side's the wrapper of the call."""
+        del _keras_points[side]
+        if not _keras_points:
+            _keras_hooks.close()
+
+    # One wrapper for both sides: the side that was watched first may be the first that ends.
+    if not _keras_points:
+        Operation.__call__ = __call__
+        _keras_hooks.callback(setattr, Operation, "__call__", original)
+    _keras_points[side] = point
+    hooks.callback(stop_watching)
+
+
+_keras_points: dict[Side, Callable[[Any, int], Any]] = {}
+"""By side that is watched, the function that returns a point of a tensor."""
+_keras_hooks = ExitStack()
 
 
 _WATCH_FUNCTIONS: Mapping[str, Callable[[ExitStack, Points], None]] = {

@@ -55,16 +55,21 @@ def patch_sweep(
         **options: Of `PatchTool`, such as `set=clean`.
 
     Raises:
-        PatchError: If both positions and heads are given, nothing is selected, a value does not fit, or a
-            metric is no number, or without an intervention another number in another process.
+        PatchError: If both positions and heads are given, or one of them is empty, nothing is selected, a
+            value does not fit, or a metric is no number, or without an intervention another number in another
+            process.
         ArtefactError: For a file of another sweep.
     """
     if positions is not None and heads is not None:
         raise PatchError("positions and heads are both given; a sweep varies one of them besides the modules")
-    along = "positions" if positions else "heads" if heads else None
+    along = "positions" if positions is not None else "heads" if heads is not None else None
+    indices: Sequence[int | None] | None = positions if positions is not None else heads
+    if indices is None:
+        indices = [None]
+    if not len(indices):
+        raise PatchError(f"{along} is {indices!r}; give at least one, or None for whole modules")
     swept_metric = _MetricWithIntervention(metric, points, along, num_heads, axis, options)
     baseline, names = swept_metric.measure_baseline()
-    indices: Sequence[int | None] = positions or heads or [None]
     places = [(name, index) for name in names for index in indices]
     # A file belongs to a sweep with the same header.
     header = {

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, TypeAlias
 
 import amanda
@@ -135,8 +136,9 @@ class PatchTool(amanda.Tool):
 
     @property
     def result(self) -> PatchResult:
-        """Return a table of the points so far, whose counts go on, with remarks on unmatched patterns."""
-        result = PatchResult(list(self._record_by_point.values()), f"Points: {self._edit}")
+        """Return a table of the points with their counts so far, with remarks on unmatched patterns."""
+        records = list(map(copy.copy, list(self._record_by_point.values())))
+        result = PatchResult(records, f"Points: {self._edit}")
         result.remarks = [*self._remarks, *as_remarks(self.unmatched())]
         return result
 
@@ -211,8 +213,8 @@ class PatchTool(amanda.Tool):
     def _analyze_op(self, context: amanda.OpContext) -> None:
         """Insert the routines of an op that is a selected point, or has selected tensors.
 
-        Of a selected op's outputs the first has a routine if `index` is None.  Also records the op's paths,
-        for the error of a selection without a point.
+        Also records the op's paths, for the error of a selection without a point.  Raises PatchError for the
+        index of an input that the op does not have.
         """
         paths = context.get_scopes()
         self._seen_paths.update(dict.fromkeys(paths))
@@ -229,47 +231,63 @@ class PatchTool(amanda.Tool):
         elif point is not None:
             return  # ops of the program are selected, and a point is none
         elif self._side == "output":
-            index = self._index or 0
-            self._insert_routine(context, self.place(context), index, position=index)
+            self._insert_routine(context, self.place(context), self._index, position=self._index)
         else:
             inputs = context.get_inputs()
+            if self._index is not None and self._index >= len(inputs):
+                count = f"{len(inputs)} input{'s' * (len(inputs) != 1)}"
+                raise PatchError(
+                    f"index is {self._index} and {self.place(context)} has {count}, counted from 0; "
+                    "give the index of one of them, or None for all"
+                )
             for index in range(len(inputs)) if self._index is None else [self._index]:
                 if context["dtype"](inputs[index]) is not None:  # a tensor
                     self._insert_routine(context, self.place(context), index, position=index)
 
-    def _insert_routine(self, context: amanda.OpContext, place: str, index: int, position: int) -> None:
+    def _insert_routine(
+        self, context: amanda.OpContext, place: str, index: int | None, position: int | None
+    ) -> None:
         """Insert the routine that saves or changes a tensor, with a new record of its point at first.
 
         Warns where no gradient reaches a value that is trained.
 
         place: name of the module or op.  index: of the tensor at that side of it.  position: of the tensor
-        among the inputs or outputs of the context's op.
+        among the inputs or outputs of the context's op.  Both are None for all outputs of the op.
         """
-        name = f"{place}[{index}]" if index else place
-        key = context.get_op_id(), index
-        if key not in self._record_by_point:
-            kind = "module" if self._selects_modules else context["type"]
-            source = "" if self._selects_modules else context.get_source()
-            self._record_by_point[key] = Patched(context["phase"], kind, context.get_scope(), source, name)
+        kind = "module" if self._selects_modules else context["type"]
+        source = "" if self._selects_modules else context.get_source()
+        op_id, labels = context.get_op_id(), (context["phase"], kind, context.get_scope(), source)
+
+        def record_at(index: int) -> Patched:
+            """Return the record of a tensor's point, a new one at first."""
+            name = f"{place}[{index}]" if index else place
+            return self._record_by_point.setdefault((op_id, index), Patched(*labels, name))
+
+        record = record_at(index or 0)
         if self._differentiable and self._has_trained_value and not context["reaches_values"]:
             self._warn(
                 f"no gradient reaches the value of {self._edit} in graphs of {context.namespace[0]}, as at "
-                f"{name}: run the model eagerly"
+                f"{record.point}: run the model eagerly"
             )
-        routine: Any = self._save_value if self._edit == "save" else self._change_value
+        method: Any = self._save_value if self._edit == "save" else self._change_value
+        if position is None:
+            # Each execution may have another number of outputs, which is not known before the op has run.
+            routine = _make_function_of_all(method, record_at, context["dtype"])
+            keywords: dict[str, Any] = {}
+        else:
+            routine, keywords = _make_function(method), {"record": record}
         if self._differentiable:
-            # A function of its own: the mark would stay on the method, for all tools.
-            routine = amanda.differentiable(_make_function(routine))
+            routine = amanda.differentiable(routine)
         elif self._edit == "save":
-            routine = amanda.observer(_make_function(routine))
-        keywords: dict[str, Any] = {"record": self._record_by_point[key]}
+            routine = amanda.observer(routine)
         # Ops of graphs do not run again in a backward pass, so executions are counted without `run`.
         if not context.is_eager():
             keywords["run"] = None
+        positions = None if position is None else [position]
         if self._selects_modules or self._side == "output":
-            context.insert_after_op(routine, outputs=[position], **keywords)
+            context.insert_after_op(routine, outputs=positions, **keywords)
         else:
-            context.insert_before_op(routine, inputs=[position], **keywords)
+            context.insert_before_op(routine, inputs=positions, **keywords)
 
     def _save_value(self, value: Any, record: Patched, run: dict[Any, Any] | None, recomputed: bool) -> None:
         """Count an execution; save a copy of its value if it is selected, detached unless differentiable."""
@@ -405,5 +423,30 @@ def _make_function(method: Any) -> Any:
 
     def routine(value: Any, record: Patched, run: dict[Any, Any] | None, *, recomputed: bool) -> Any:
         return method(value, record, run, recomputed)
+
+    return routine
+
+
+def _make_function_of_all(
+    method: Any, record_at: Callable[[int], Patched], dtype: Callable[[Any], Any]
+) -> Any:
+    """Return a new function that calls a bound method for each tensor of all outputs of an op.
+
+    record_at: return the record of the output at an index.  dtype: return None for what is no tensor.
+    """
+
+    def routine(*outputs: Any, run: dict[Any, Any] | None, recomputed: bool) -> Any:
+        results: list[Any] = []
+
+        def apply_to(value: Any) -> Any:
+            # An op of TensorFlow may have one output that is a list, such as Split.
+            if type(value) in (list, tuple):
+                return type(value)(map(apply_to, value))
+            index = len(results)
+            results.append(None if dtype(value) is None else method(value, record_at(index), run, recomputed))
+            return value if results[index] is None else results[index]
+
+        new_outputs = [apply_to(output) for output in outputs]
+        return None if all(result is None for result in results) else new_outputs
 
     return routine

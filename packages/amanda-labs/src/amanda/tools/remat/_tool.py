@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from time import perf_counter
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
@@ -76,9 +77,9 @@ class RematTool(amanda.Tool):
 
     @property
     def result(self) -> RematResult:
-        """Return the evictions, and the ops that ran again, so far; counts of listed ops go on."""
-        totals = self._totals
-        return RematResult(list(self._counts.values()), self._budget, totals.peak, totals.short)
+        """Return the evictions, and the ops that ran again, so far."""
+        totals, counts = self._totals, [replace(op) for op in list(self._counts.values())]
+        return RematResult(counts, self._budget, totals.peak, totals.short)
 
     def clear(self) -> None:
         """Reset the counts, and the peak to the bytes alive; evicted storages stay evicted."""
