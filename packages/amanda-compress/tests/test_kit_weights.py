@@ -285,3 +285,12 @@ def test_a_parameter_that_a_list_has_twice_is_written_once(store: ParameterStore
     _, count = store.write_all([parameter, parameter], [change])
     assert count == 1
     assert parameter.tolist() == [2, 2]
+
+
+def test_state_for_a_value_is_that_of_the_names_of_each_call() -> None:
+    model, tool = network(), PruneTool(0.5)
+    with amanda.apply(tool):
+        model(X)
+    weight = next(iter(tool.weights))
+    assert weight.tensors_like(X, ["mask"]).keys() == {"mask"}
+    assert weight.tensors_like(X, ["mask", "updated"]).keys() == {"mask", "updated"}
