@@ -16,6 +16,8 @@ from torch.nn import functional as F
 import amanda
 from amanda.tools.prune import PruneTool
 from amanda.tools.weights import Weight, WeightError, WeightTool
+from amanda.tools.weights._parameters import ParameterStore
+from amanda.tools.weights._parameters_torch import TorchParameters
 
 
 class Magnitude(WeightTool[Weight]):
@@ -271,3 +273,24 @@ def test_wrong_models_and_tools_are_refused() -> None:
 
     with pytest.raises(amanda.AmandaError, match=r"Nothing has no method transform\(self, value"):
         Nothing()
+
+
+@pytest.mark.parametrize(
+    ("store", "parameter"),
+    [(TorchParameters(), nn.Parameter(torch.ones(2))), (ParameterStore(), np.ones(2))],
+    ids=["torch", "numpy"],
+)
+def test_a_parameter_that_a_list_has_twice_is_written_once(store: ParameterStore, parameter: Any) -> None:
+    change = store.identity(parameter), None, lambda value: value * 2
+    _, count = store.write_all([parameter, parameter], [change])
+    assert count == 1
+    assert parameter.tolist() == [2, 2]
+
+
+def test_state_for_a_value_is_that_of_the_names_of_each_call() -> None:
+    model, tool = network(), PruneTool(0.5)
+    with amanda.apply(tool):
+        model(X)
+    weight = next(iter(tool.weights))
+    assert weight.tensors_like(X, ["mask"]).keys() == {"mask"}
+    assert weight.tensors_like(X, ["mask", "updated"]).keys() == {"mask", "updated"}

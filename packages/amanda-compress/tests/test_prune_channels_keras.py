@@ -173,6 +173,28 @@ def test_a_budget_of_latency_prunes_a_small_network(monkeypatch: pytest.MonkeyPa
     assert 0.2 < result.latency <= 0.5
 
 
+# Of Keras: the layers after the first have no use for the mask.
+@pytest.mark.filterwarnings(r"ignore:[\s\S]*does not support masking:UserWarning")
+@pytest.mark.parametrize("is_by_name", [False, True])
+def test_the_time_of_a_call_is_that_of_a_call_with_its_inputs_by_name(is_by_name: bool) -> None:
+    masks: list[Any] = []
+
+    class Masked(layers.Layer):
+        def call(self, x: Any, mask: Any = None) -> Any:
+            masks.append(mask)
+            return x
+
+    model = network(Masked(), layers.Conv2D(8, 3), layers.Conv2D(8, 3))
+    x, mask = random(2, 8, 8, 3), np.ones((2, 8), bool)
+    tool = ChannelPruneTool(of="latency")
+    if is_by_name:
+        tool.prepare(model, inputs=x, mask=mask)
+    else:
+        tool.prepare(model, x, mask=mask)
+    # A symbol, by which the compiled function is traced that is timed.
+    assert any(isinstance(value, tf.Tensor) and not hasattr(value, "numpy") for value in masks)
+
+
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # of Keras when it saves
 @pytest.mark.parametrize(("groups", "filters"), [(4, 6), (12, 6), (-1, 6), (3, 4)])
 def test_group_normalization_loses_whole_groups(groups: int, filters: int, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -386,3 +387,29 @@ def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], wo
     with pytest.raises(PruneError) as raised:
         PruneTool(**options)
     assert all(word in str(raised.value) for word in words)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_a_calibration_between_steps_leaves_the_schedule_where_it_was(by_hand: bool, fails: bool) -> None:
+    model, tool = nn.Linear(4, 4), PruneTool(1.0, schedule="linear", end=8)
+
+    def train(steps: int) -> None:
+        for _ in range(steps):
+            model(torch.ones(1, 4))
+            if by_hand:
+                tool.step()
+
+    with amanda.apply(tool):
+        train(4)
+        assert tool.state_dict()["step"] == 4
+        with pytest.raises(KeyError) if fails else nullcontext(), tool.calibrating():
+            model(torch.ones(2, 4))
+            model(torch.ones(2, 4))
+            if fails:
+                raise KeyError
+        assert tool.state_dict()["step"] == 4
+        assert tool.result.sparsity == 0.5
+        train(2)
+        assert tool.state_dict()["step"] == 6
+        assert tool.result.sparsity == 0.625

@@ -7,6 +7,7 @@ import json
 import math
 import sys
 import warnings
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -767,6 +768,32 @@ def test_a_calibration_replaces_a_zero_point_that_was_loaded() -> None:
     before, after = (float(state[name]) for state in states)
     assert before != 0
     assert after == 0
+
+
+def test_executions_of_an_interrupted_calibration_do_not_count() -> None:
+    layer, x = torch.nn.Linear(3, 2), torch.tensor([[0.5, 1.0, 2.0]])
+    y, wanted, tool = layer(x), calibrated(layer, [x]), QuantizeTool(calibration=2)
+    with amanda.apply(tool):
+        with suppress(KeyboardInterrupt), tool.calibrating():
+            layer(x * 10)
+            layer(x * 10)
+            raise KeyboardInterrupt
+        unquantised, quantised = [layer(x), layer(x)], layer(x)
+    assert all(torch.equal(output, y) for output in unquantised)
+    assert not torch.equal(quantised, y)
+    assert [one.scale for one in tool.result] == [one.scale for one in wanted.result]
+
+
+def test_a_loaded_scale_stays_while_another_tensor_of_the_op_is_calibrated() -> None:
+    layer, x, tool = torch.nn.Linear(3, 2), torch.tensor([[0.5, 1.0, 2.0]]), QuantizeTool(calibration=1)
+    state = calibrated(layer, [x]).state_dict()
+    inputs = {name: value.clone() for name, value in state.items() if "/input0." in name}
+    tool.load_state_dict(inputs, strict=False)
+    with amanda.apply(tool):
+        layer(x * 10)
+    assert inputs
+    assert all(tool.state_dict()[name] == value for name, value in inputs.items())
+    assert tool.state_dict().keys() == state.keys()
 
 
 class LoopedExperts(nn.Module):

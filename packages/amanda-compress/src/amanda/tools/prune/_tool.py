@@ -339,9 +339,8 @@ class PruneTool(WeightTool[PrunedWeight]):
         if self._options.uses_inputs:
             # After the base class's routine: inputs are read for weights that it has just met.
             self.add_inst_for_op(self._insert_gather_inputs)
-        self._mask_updater = MaskUpdater(self._options, self)
         self._steps = Steps()
-        self._steps.on_step(self._mask_updater.end_step)
+        self._mask_updater = MaskUpdater(self._options, self, self._steps)
         # A mask of the weight alone needs no steps, and no tool has to count them.
         if self._options.needs_steps:
             self.depends_on(self._steps)
@@ -365,14 +364,10 @@ class PruneTool(WeightTool[PrunedWeight]):
         """Return a context whose calls of the model gather data for the first masks, and are not steps.
 
         Use it inside of a scope: `with amanda.apply(tool), tool.calibrating(): ...`.  `prepare` opens it.
-        Its end makes the masks, and counts calls from 0 again.
+        Its end makes the masks; the next call is the step that it would have been without the calibration.
         """
-        try:
-            with self._mask_updater.calibrating():
-                yield
-        finally:
-            # Steps has counted the calls of the calibration, which are not steps of a training.
-            self._steps.clear()
+        with self._mask_updater.calibrating():
+            yield
 
     def state_dict(self) -> dict[str, Any]:
         """Return masks and other state as "path of the weight/mask", and the next step as "step"."""
@@ -382,9 +377,9 @@ class PruneTool(WeightTool[PrunedWeight]):
         """Load what `state_dict` returned, also in another process; steps continue from there."""
         # A copy: `pop` must not change the caller's dict, which may be saved again.
         weight_state = dict(state)
-        self._mask_updater.set_next_step(int(weight_state.pop("step", 0)))
+        next_step = int(weight_state.pop("step", 0))
         super().load_state_dict(weight_state, strict)
-        self._steps.clear()
+        self._mask_updater.set_next_step(next_step)
 
     @property
     def transforms_gradients(self) -> bool:

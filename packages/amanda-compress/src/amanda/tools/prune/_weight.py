@@ -15,6 +15,7 @@ from amanda.tools.weights import Weight, WeightTool
 
 if TYPE_CHECKING:
     from amanda.tools.prune._tool import PruneOptions
+    from amanda.tools.steps import Steps
 
 
 class PrunedWeight(Weight):
@@ -226,31 +227,31 @@ class MaskUpdater:
 
     Masks of a weight's own values are updated where an op reads the weight.  Masks that need other weights,
     inputs or gradients wait for the end of the step that gathers these.
-    step: number of the current step.  is_calibrating: True within `calibrating`, whose calls are not steps.
+    step: number of the current step.  next_step: of the step after the last one that read a weight.
+    is_calibrating: True within `calibrating`, whose calls are not steps.
     """
 
-    def __init__(self, options: PruneOptions, tool: WeightTool[PrunedWeight]) -> None:
-        self._options, self._schedule, self._tool = options, options.schedule, tool
-        self.step = self._first_step = 0
-        # _step_ran: True once a weight was read in the step, which so counts.
+    def __init__(self, options: PruneOptions, tool: WeightTool[PrunedWeight], steps: Steps) -> None:
+        self._options, self._schedule, self._tool, self._steps = options, options.schedule, tool, steps
+        self.step = self.next_step = self._first_step = 0
         # _calibrates_file: True once data of a file were gathered in this calibration.
-        self.is_calibrating = self._step_ran = self._calibrates_file = False
-
-    @property
-    def next_step(self) -> int:
-        """Number of the step that runs next."""
-        return self.step + 1 if self._step_ran else self._first_step
+        self.is_calibrating = self._calibrates_file = False
+        steps.on_step(self.end_step)
 
     def set_next_step(self, step: int) -> None:
-        """Set the number of the next step."""
-        self._first_step, self._step_ran = step, False
+        """End the current step, and set the number of the next one."""
+        self._first_step = self.next_step = step
+        self._steps.clear()
 
     @contextmanager
     def calibrating(self) -> Iterator[None]:
         """Return a context whose calls of the model gather data for the first masks, and are not steps.
 
-        Its end makes the masks; after an error the data are released instead.
+        Its end makes the masks; after an error the data are released instead.  Then comes the step that
+        would have come without the calibration.
         """
+        # The step before ends here, so that its data are not those of the calibration.
+        self.set_next_step(self.next_step)
         self.is_calibrating = True
         try:
             yield
@@ -265,6 +266,8 @@ class MaskUpdater:
             raise
         finally:
             self.is_calibrating = self._calibrates_file = False
+            # Steps has counted the calls of the calibration, which are not steps of a training.
+            self.set_next_step(self.next_step)
 
     def end_step(self, number: int) -> None:
         """End the step, updating masks that are due; the step `number` after the first one begins.
@@ -275,7 +278,7 @@ class MaskUpdater:
         if self.is_calibrating:
             return
         self._update_gathered_masks(self._gathered_update)
-        self.step, self._step_ran = self._first_step + number, False
+        self.step = self._first_step + number
 
     def update_if_due(self, weight: PrunedWeight, present: Callable[[], Any]) -> None:
         """Update the mask of a weight that an op reads, or gather data for the update, if either is due.
@@ -285,7 +288,8 @@ class MaskUpdater:
         """
         # A step counts once a weight is read in it: steps of a model that runs nothing are not steps of the
         # schedule.
-        self._step_ran = self._step_ran or not self.is_calibrating
+        if not self.is_calibrating:
+            self.next_step = self.step + 1
         if self._options.uses_gradients:
             # `on_gradient` receives the gradient alone, which is multiplied by this value.
             weight.value = weight.plain(present())

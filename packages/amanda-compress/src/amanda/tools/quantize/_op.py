@@ -55,7 +55,7 @@ class QuantizedOp(OpQuantizers):
     def forget_observations(self) -> None:
         """Forget the values that were observed."""
         for quantizer in self.created:
-            quantizer.observer = None
+            quantizer.forget_observations()
 
     def finish_calibration(self) -> None:
         """Set the scales from the observed ranges."""
@@ -230,6 +230,9 @@ class QuantizedOp(OpQuantizers):
     def _calibrate(self, read_values: Sequence[_ReadValue]) -> None:
         """Observe values; outside `calibrating`, set scales after the last of `calibration` executions."""
         for _, _, value, quantizer in read_values:
+            # Another tensor of the op may lack a scale; this one keeps the scale that it has.
+            if quantizer.has_scale and not self._tool.is_calibrating:
+                continue
             quantizer.observe(value)
             quantizer.calibrated += 1
             if not self._tool.is_calibrating and quantizer.calibrated == self._options.calibration:

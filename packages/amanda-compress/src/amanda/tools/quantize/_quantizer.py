@@ -140,7 +140,11 @@ class Quantizer:
         if self.observer is not None and self.observer.seen:
             self.has_scale = False  # so that a loaded zero point is replaced too
             self._set_scale(*self.observer.range())
-        self.observer = None
+        self.forget_observations()
+
+    def forget_observations(self) -> None:
+        """Forget the values that were observed, and how many: `calibration` counts from 0 again."""
+        self.observer, self.calibrated = None, 0
 
     def _set_scale(self, least: Any, most: Any) -> tuple[Any, Any]:
         """Store scale, zero point or offset, and ends of a range as state; return scale and zero point."""

@@ -217,12 +217,12 @@ class ParameterStore:
         After an exception, also KeyboardInterrupt, the parameters have the values that they had.
 
         Args:
-            model: A model, or a list of parameters.
+            model: A model, or a list of parameters; of those that it has several times each is written once.
             changes: The identity of a parameter, a part of it, and the function that returns its new values.
         """
         count = 0
         with self.undone_on_error() as undo:
-            for parameter in self.parameters(model):
+            for parameter in {entry.identity: entry for entry in self.parameters(model)}.values():
                 for identity, part, update in changes:
                     if identity == parameter.identity:
                         parameter.change(update, part, undo)

@@ -139,11 +139,11 @@ class WeightView:
 
         Args:
             value: Tensor whose element type and device the state gets.
-            names: Names of the state, the same in all calls.
+            names: Names of the state.
         """
-        tensors = tensors_of(value)
+        tensors, names = tensors_of(value), tuple(names)
         # Element type and device: mixed precision and several devices read one weight in several forms.
-        key = tensors, *tensors.kind(value)
+        key = tensors, names, *tensors.kind(value)
         state = self._tensors.get(key)
         if state is None:
             state = {name: tensors.cast(array, value) for name, array in self.arrays(names).items()}

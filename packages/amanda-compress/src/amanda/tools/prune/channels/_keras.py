@@ -40,6 +40,7 @@ class KerasModel(PrunableModel):
 
         super().__init__(model)
         self.now = model
+        self._compiled: tuple[Any, Any] | None = None  # the model as it was, and a compiled function of it
         self._path_by_handle: TensorMap[str] = TensorMap()  # of the model that `masks` is for
         if keras.backend.backend() != "tensorflow":
             raise PruneError(
@@ -56,11 +57,23 @@ class KerasModel(PrunableModel):
 
     def __call__(self, *example: Any, **kwargs: Any) -> Any:
         """Call the model op by op, in inference."""
-        return self.now(example[0] if len(example) == 1 else list(example), **{"training": False, **kwargs})
+        return self._call(self.now, example, kwargs)
 
     def run_to_completion(self, *example: Any, **kwargs: Any) -> None:
-        """Predict a batch by a compiled function, to which no inputs by name go."""
-        self.now.predict_on_batch(example[0] if len(example) == 1 else list(example))
+        """Call the model by a compiled function, as `predict` does, and wait for the results."""
+        import tensorflow as tf
+
+        # Not by `predict_on_batch`, to which no inputs by name go.
+        if self._compiled is None or self._compiled[0] is not self.now:
+            self._compiled = self.now, tf.function(self.now, jit_compile=self.now.jit_compile)
+        for tensor in tensors_in(self._call(self._compiled[1], example, kwargs)):
+            tensor.numpy()
+
+    @staticmethod
+    def _call(function: Any, example: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return the results of a model, or of its compiled function, in inference."""
+        inputs = example[:1] if len(example) < 2 else [list(example)]
+        return function(*inputs, **{"training": False, **kwargs})
 
     def tracing(self) -> Tracing:
         """Return a tool that follows a call."""
