@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 
 import amanda
 from amanda import interceptor
-from amanda.action import FiniteObserver, GatedObserver
+from amanda.action import FiniteObserver, GatedObserver, MemoryObserver
 from amanda.tools.nan import NanTool
 from amanda.tools.nan import _tool as nan_tool
+from amanda.tools.profile import ProfileTool
+from amanda.tools.profile import _tool as profile_tool
 from amanda.tools.stats import StatsTool
 from amanda.tools.steps import Steps
 
@@ -267,3 +270,52 @@ def test_memory_of_tensors_is_read_as_it_lies() -> None:
         torch.zeros(2, dtype=torch.complex64),
     ):
         assert reader.host_memory(other) is None
+
+
+class CalledMemoryObserver:
+    """`MemoryObserver` that Python calls at each execution."""
+
+    __amanda_marks__ = frozenset({"observer"})
+
+    def __init__(self, routine: Callable[..., None], known: Any, *before: Any) -> None:
+        self.routine = routine
+
+    def __call__(self, *values: Any, recomputed: bool = False, **options: Any) -> None:
+        self.routine(*values, recomputed=recomputed, **options)
+
+    def take_number(self) -> int:
+        return -1
+
+
+def resized() -> None:
+    x = torch.ones(1000)
+    for _ in range(3):
+        x.untyped_storage().resize_(8000)
+        x.add_(1)
+        y = x.view(10, 100).relu_()
+        x.untyped_storage().resize_(4000)
+        z = torch.cat([y, y.clone().requires_grad_()])
+        torch.nn.functional.dropout(z, 0.5).sum().backward()
+
+
+def checkpointed() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.5), torch.nn.Tanh())
+    for _ in range(3):
+        x = torch.ones(4, 8, requires_grad=True)
+        torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False).sum().backward()
+
+
+@pytest.mark.parametrize("program", [training(), in_place, resized, checkpointed])
+def test_profile_tells_the_memory_that_it_tells_when_python_looks(
+    program: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = []
+    for observer in (MemoryObserver, CalledMemoryObserver):
+        monkeypatch.setattr(profile_tool, "MemoryObserver", observer)
+        tool = ProfileTool()
+        with amanda.apply(tool):
+            program()
+        result = tool.result
+        rows = [(op.phase, op.type, op.module, op.calls, op.allocated, op.at_peak) for op in result.ops]
+        results.append((rows, [str(peak) for peak in result.peaks]))
+    assert results[0] == results[1]

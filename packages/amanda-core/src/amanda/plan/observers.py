@@ -161,6 +161,30 @@ class MomentsObserver(interceptor.MomentsObserver):
         self._is_first, self.moments, self.executions = True, None, 0
 
 
+class MemoryObserver(interceptor.MemoryObserver):
+    """Observer that native code calls only where a tensor has a storage that is not among known ones.
+
+    One is inserted before an op and one after it; the one after it is also called where the op made backward
+    ops, which may have saved further tensors.
+
+    Args:
+        routine: Called with the values, `recomputed` and the options of an execution.
+        known: `interceptor.KnownStorages`, which observers share; the tool adds and discards addresses.
+        *before: Of the observer after an op: that before it.
+    """
+
+    __amanda_marks__ = frozenset({"observer"})
+
+    def __init__(
+        self, routine: Callable[..., None], known: interceptor.KnownStorages, *before: MemoryObserver
+    ) -> None:
+        super().__init__(known, *before)
+        self._routine = routine
+
+    def __call__(self, *values: Any, recomputed: bool = False, **options: Any) -> None:
+        self._routine(*values, recomputed=recomputed, **options)
+
+
 # A protocol: drivers store more about a place than this room knows.
 class ActionPlace(Protocol):
     """An observer's action, with facts of its op."""

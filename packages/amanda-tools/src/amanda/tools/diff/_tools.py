@@ -184,11 +184,8 @@ class OpaqueTool(amanda.Tool):
         if context.get_op_id() not in self._analysed_op_ids:
             self._analysed_op_ids.add(context.get_op_id())
             if len(self._analysed_op_ids) > self._compiled_count:
-                context.replace_op(self._call_eager, op=context.get_op())
-
-    def _call_eager(self, *inputs: Any, op: Callable[..., Any]) -> Any:
-        """Call the op itself; as a routine it is outside of compiled code."""
-        return op(*inputs)
+                # The op itself; as a routine it is outside of compiled code.
+                context.replace_op(lambda *inputs, op: op(*inputs), op=context.get_op())
 
 
 def find_failing_op(record: Callable[[ToolAndOptions], Run], error: Exception) -> tuple[Run, int]:

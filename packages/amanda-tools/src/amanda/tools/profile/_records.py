@@ -13,6 +13,7 @@ from pathlib import Path
 from time import perf_counter_ns
 from typing import Any, NamedTuple
 
+from amanda import interceptor
 from amanda.tools.kit import place_text
 from amanda.tools.results import amount
 
@@ -211,6 +212,7 @@ class StorageTracker:
         self._limit = limit
         self._live_storage_by_id: dict[int, _LiveStorage] = {}
         self._deaths: deque[tuple[int, int]] = deque()  # (id, nanoseconds), not processed yet
+        self.known_storages = interceptor.KnownStorages()  # of which `record_storages` need hear nothing
         self._recording = False
         self.devices: dict[str, DeviceMemory] = {}
 
@@ -240,6 +242,7 @@ class StorageTracker:
             # PyTorch has one Python object for a storage as long as that lives, so its id is a key.
             key, size = id(storage), storage.nbytes()
             live = live_storage_by_id.get(key)
+            self.known_storages.add(storage._cdata)
             # An id is used again once its storage is gone, maybe before the death was processed.
             if live is not None and live.reference() is storage:
                 if live.size != size:  # resized in place
@@ -252,7 +255,8 @@ class StorageTracker:
                 peak = 0 if self._recording else None
                 device = self.devices[name] = DeviceMemory(name, self._limit, self._recording, peak)
             # The callback holds the queue, not the tracker, which may be dropped before.
-            reference = weakref.ref(storage, partial(_note_death, self._deaths, key))
+            on_death = partial(_note_death, self._deaths, key, self.known_storages, storage._cdata)
+            reference = weakref.ref(storage, on_death)
             live_storage_by_id[key] = _LiveStorage(reference, size, maker or device.older_tensors, device)
             if maker is None:
                 device.add_older_bytes(size)
@@ -272,8 +276,9 @@ class StorageTracker:
                 live.device.change_bytes(live.owner, -live.size, when)
 
 
-def _note_death(dead: deque[tuple[int, int]], key: int, _: Any) -> None:
+def _note_death(dead: deque[tuple[int, int]], key: int, known: Any, address: int, _: Any) -> None:
     # Runs at any time, on any thread, also within this module: no more than this.
+    known.discard(address)
     dead.append((key, perf_counter_ns()))
 
 

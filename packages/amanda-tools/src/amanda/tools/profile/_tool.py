@@ -11,6 +11,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 import amanda
+from amanda.action import MemoryObserver
 from amanda.errors import OptionError
 from amanda.options import NonNegativeInt, PositiveInt, checked
 from amanda.tools.kit import RequiredNames, leaves, tensors_of, torch_tensors
@@ -313,10 +314,11 @@ class ProfileTool(amanda.Tool):
             # Only forward ops save tensors.
             next_number = facts.next_sequence_number if context.is_forward() else None
             saved_since = facts.storages_saved_since if context.is_forward() else None
-            insert_before(self._record_inputs, storages_of=storages_of, next_number=next_number)
-            insert_after(
-                self._record_outputs, op_profile=op_profile, storages_of=storages_of, saved_since=saved_since
-            )
+            known = self._recorder.memory.known_storages
+            before = MemoryObserver(self._record_inputs, known)
+            after, options = MemoryObserver(self._record_outputs, known, before), {"storages_of": storages_of}
+            insert_before(before, before=before, next_number=next_number, **options)
+            insert_after(after, before=before, op_profile=op_profile, saved_since=saved_since, **options)
         elif self._records_memory and facts.output_bytes is not None:
             insert_after(self._add_output_bytes, op_profile=op_profile, bytes_of=facts.output_bytes)
         if facts.runs_in_parallel:
@@ -352,24 +354,25 @@ class ProfileTool(amanda.Tool):
             )  # fmt: skip
         return profiles[op_id, backward_op_id]
 
-    @amanda.observer
-    def _record_inputs(self, *inputs: Any, storages_of: Any, next_number: Any, recomputed: bool) -> None:
+    def _record_inputs(self, *inputs: Any, before: Any, storages_of: Any, next_number: Any, **_: Any) -> None:
         """Record the memory of an op's inputs, and the number of autograd's next node, of a forward op."""
+        before.take_number()
         if next_number is not None:
             # By thread: autograd numbers the nodes of each thread apart.
             self._sequence_number_by_thread[get_ident()] = next_number()
         self._recorder.memory.record_storages(storages_of(inputs), maker=None)
 
-    @amanda.observer
     def _record_outputs(
-        self, *outputs: Any, op_profile: OpProfile, storages_of: Any, saved_since: Any, recomputed: bool
-    ) -> None:
+        self, *outputs: Any, before: MemoryObserver, op_profile: OpProfile, storages_of: Any,
+        saved_since: Any, recomputed: bool,
+    ) -> None:  # fmt: skip
         """Record the memory of an op's outputs, and of what a forward op saved for its backward pass."""
         if recomputed:
             op_profile = self._recorder.recomputation(op_profile)
         self._recorder.memory.record_storages(storages_of(outputs), op_profile)
         if saved_since is not None:
-            first_number = self._sequence_number_by_thread[get_ident()]
+            number = before.take_number()  # -1 where Python has recorded the inputs
+            first_number = self._sequence_number_by_thread[get_ident()] if number < 0 else number
             self._recorder.memory.record_storages(saved_since(outputs, first_number), op_profile)
 
     @amanda.observer

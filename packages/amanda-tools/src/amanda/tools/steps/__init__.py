@@ -136,14 +136,12 @@ class Steps(amanda.Tool):
         place = self._find_place(context)
         if place is None:
             return
+        is_line, count = isinstance(place, tuple), self._count_execution
         if place not in self._candidate_by_place:
-            is_line, order = isinstance(place, tuple), len(self._candidate_by_place)
-            thread = get_ident() if context.is_eager() else None
+            order, thread = len(self._candidate_by_place), get_ident() if context.is_eager() else None
             self._candidate_by_place[place] = _StepCandidate(not is_line, order, thread)
-        count: Any = self._count_execution
-        if isinstance(place, tuple):
-            count = GatedObserver(self._line_gate, count)
-        context.insert_before_op(count, inputs=[], place=place)
+        routine: Any = GatedObserver(self._line_gate, count) if is_line else count
+        context.insert_before_op(routine, inputs=[], place=place)
 
     def _find_place(self, context: amanda.OpContext) -> Hashable:
         """Return the id of an op that may begin steps, or its line outside of modules; None for other ops."""

@@ -24,6 +24,8 @@ typedef struct {
 /* Whether a value is a plain tensor in host memory of a known element type; the span of a view has the numbers between its
    elements too. */
 int reader_host_memory(const Reader *reader, PyObject *tensor, Memory *memory);
+/* Address of a plain tensor's storage, and of its memory, which may be NULL; NULL: only Python can tell. */
+const void *reader_storage(const Reader *reader, PyObject *tensor, const void **data);
 /* Add the shapes of inputs, of outputs, ... as words. */
 void reader_shape_code(const Reader *reader, PyObject *const *values, Py_ssize_t count, ShapeCode *words);
 PyObject *reader_shapes(const Reader *reader, PyObject *const *values, Py_ssize_t count,

@@ -307,6 +307,13 @@ const void *reader_memory(const Reader *reader, PyObject *value) {
     return tensor ? *(const void *const *)((const char *)tensor + reader->storage) : NULL;
 }
 
+const void *reader_storage(const Reader *reader, PyObject *value, const void **data) {
+    const char *tensor = reader->elements.count && reader_is_tensor(reader, value) ? impl_with_layout(reader, value) : NULL;
+    const char *storage = tensor ? *(const char *const *)(tensor + reader->storage) : NULL;
+    if (storage) *data = *(const void *const *)(storage + reader->elements.data);
+    return storage;
+}
+
 /* Whether sizes and strides are those of a permutation of a contiguous tensor. */
 static int is_permutation(int64_t rank, const int64_t *sizes, const int64_t *strides) {
     int64_t stride = 1, length = 1;
