@@ -136,8 +136,10 @@ class Accumulator:
 
     def _add_array(self, array: Any) -> None:
         """Add real numbers of NumPy, of any layout and element type."""
+        # In the order of the memory, as native code measures tensors: sums have the same last bits.
+        in_memory_order = array.transpose(sorted(range(array.ndim), key=lambda axis: -array.strides[axis]))
         # False for another type than float32 and float64, which is converted block by block.
-        if self.host_moments.add(array):
+        if self.host_moments.add(in_memory_order):
             return
         flat = array.reshape(-1)
         for start in range(0, len(flat), Tensors.cached_block):

@@ -46,8 +46,7 @@ class TraceTool(amanda.Tool):
         self._records_attributes, self._counts_executions = attributes, count
         self.clear()
         # A rule, so that tools that depend on this one find the graph when they analyse an op.
-        add_graph: Any = lambda context: context.update(graph=GraphSoFar(self))  # noqa: E731
-        self.depends_on(StandardMapping(), MappingTool([["*", add_graph]]))
+        self.depends_on(StandardMapping(), MappingTool([["*", self._add_graph]]))
         # Closing: tools that depend on this one read the graph before the op is in it.
         self.add_inst_for_op(self._instrument_before)
         self.add_closing_inst_for_op(self._instrument_after, require_outputs=True)
@@ -73,6 +72,9 @@ class TraceTool(amanda.Tool):
         self.recorder = GraphRecorder(self._executions, self._limit)
         self._tracker_by_framework: dict[str, ExecutionTracker] = {}
         self._program_op_by_ids: dict[Hashable, ProgramOp] = {}
+
+    def _add_graph(self, context: amanda.OpContext) -> None:
+        context["graph"] = GraphSoFar(self)
 
     def _instrument_before(self, context: amanda.OpContext) -> None:
         """Insert the routines that record the inputs of an op."""

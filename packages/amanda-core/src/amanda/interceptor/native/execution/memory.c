@@ -77,7 +77,10 @@ static PyObject *known_discard(KnownStorages *self, PyObject *storage) {
     Py_RETURN_NONE;
 }
 
+static PyObject *known_reduce(KnownStorages *self, PyObject *Py_UNUSED(none)) { return Py_BuildValue("O()", Py_TYPE(self)); }
+
 static PyMethodDef known_methods[] = {
+    {"__reduce__", (PyCFunction)known_reduce, METH_NOARGS, "A copy knows no storages."},
     {"add", (PyCFunction)known_add, METH_O, "add(storage): know the storage at an address, until its memory is another."},
     {"discard", (PyCFunction)known_discard, METH_O, "discard(storage): forget the storage at an address; one that is gone, say."},
     {0}};

@@ -167,10 +167,8 @@ class Process:
                     signal.signal(number, new_handler)
 
     def _hold_signals(self) -> None:
-        """Block SIGTERM and SIGHUP during a fork: Python loses a signal that a child receives as it begins.
-
-        Without tools the signal would end the child, such as a worker of a pool that is terminated early.
-        """
+        """Block SIGTERM and SIGHUP in a fork: Python loses a signal that a child receives as it begins."""
+        # Without tools the signal would end the child, such as a worker of a pool that is terminated early.
         self._signal_masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP}))
 
     def _begin_in_child(self) -> None:
