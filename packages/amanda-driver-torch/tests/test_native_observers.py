@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.utils.checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import amanda
 from amanda import interceptor
@@ -115,7 +118,75 @@ def large() -> None:
         y.log_()
 
 
+def raises_on_a_thread() -> None:
+    def subtract(x: torch.Tensor, y: torch.Tensor) -> None:
+        x.sub_(y)
+
+    def fail() -> None:
+        with contextlib.suppress(RuntimeError):
+            subtract(torch.full((3,), NAN), torch.ones(2))
+
+    for step in range(8):
+        if step == 3:
+            thread = threading.Thread(target=contextvars.copy_context().run, args=(fail,))
+            thread.start()
+            thread.join()
+        infinite = torch.full((3,), float("inf")) if step > 3 else torch.ones(3)
+        subtract(infinite, infinite.clone())
+
+
+class WritesGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.sqrt_()
+
+
+def writes_a_gradient() -> None:
+    for step in range(5):
+        x = torch.ones(3, requires_grad=True)
+        y: Any = WritesGradient.apply(x)
+        y.backward(torch.full((3,), -1.0 if step == 4 else 4.0))
+
+
+def many_values() -> None:
+    x = torch.ones(40, 2)
+    for step in range(4):
+        if step == 3:
+            x[5] = NAN
+        x.unbind(0)
+        x.split(1)
+        leaves = [torch.ones(2, requires_grad=True) for _ in range(40)]
+        torch.stack(leaves).backward(torch.full((40, 2), NAN if step == 3 else 1.0))
+        rows = torch.ones(40, 2, requires_grad=True)
+        torch.autograd.backward(
+            rows.unbind(0), [torch.full((2,), NAN if i == 39 and step == 3 else 1.0) for i in range(40)]
+        )
+
+
+def under_a_mode() -> None:
+    for step in range(4):
+        x = torch.ones(3, requires_grad=True)
+        y = x.exp().sin().mul(2)
+        with FlopCounterMode(display=False) if step == 3 else contextlib.nullcontext():
+            y.backward(torch.full((3,), NAN if step == 3 else 1.0))
+
+
+def aliases() -> None:
+    def divide(x: torch.Tensor, y: torch.Tensor) -> None:
+        x.div_(y)
+
+    for step in range(5):
+        x = torch.zeros(3) if step == 4 else torch.ones(3)
+        divide(x, x if step == 4 else torch.ones(3))
+
+
 PROGRAMS: dict[str, Callable[[], None]] = {
+    "raises on a thread": raises_on_a_thread, "writes a gradient": writes_a_gradient,
+    "many values": many_values, "under a mode": under_a_mode, "aliases": aliases,
     "training": training(), "weight": training(poison_weight), "gradient": training(poison_gradient),
     "in place": in_place, "views": views, "types": types, "large": large,
 }  # fmt: skip
@@ -134,6 +205,45 @@ def test_nan_finds_what_it_finds_when_python_looks(
             PROGRAMS[name]()
         texts.append(tool.result.to_dict())
     assert texts[0] == texts[1]
+
+
+class Changing(amanda.Tool):
+    """Gives other values: of views before, of lists after, of gradients after."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_inst_for_op(self.change)
+        self.add_inst_for_op(
+            lambda context: context.insert_after_backward_op(
+                lambda *gs: [g if g is None else g * 2 for g in gs]
+            ),
+            backward=True,
+        )
+
+    def change(self, context: amanda.OpContext) -> None:
+        if context.get_op_type() == "view":
+            context.insert_before_op(lambda x: x * 1, inputs=[0])
+        if context.get_op_type() in ("max", "chunk"):
+            context.insert_after_op(lambda x: x * 1, outputs=[0])
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_nan_finds_the_same_beside_tools_that_change_values(
+    order: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = []
+    for observer in (FiniteObserver, CalledObserver):
+        monkeypatch.setattr(nan_tool, "FiniteObserver", observer)
+        tool, other = NanTool(), NanTool(inf=True)
+        with amanda.apply(*[tool, Changing(), other][::order]):
+            for step in range(4):
+                x = torch.full((2, 3), NAN if step == 3 else 1.0, requires_grad=True)
+                y = x.view(6).exp()
+                y.view(2, 3).max(1).values.sum().backward()
+                y.detach().chunk(2)
+                y.detach().add_(1)
+        results.append([one.result.to_dict() for one in (tool, other)])
+    assert results[0] == results[1]
 
 
 @native_alone

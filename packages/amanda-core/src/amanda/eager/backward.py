@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from amanda import interceptor
 from amanda.eager.program import program_on_values
 from amanda.errors import RoutineError
-from amanda.interceptor import FiniteCheck
 from amanda.plan.action import Action, InstrumentationPoint, in_running_order
 from amanda.plan.analysis import PendingBackwardPlan, PendingPlan
 from amanda.plan.plan import Actions, Plan, single_replacement
@@ -54,20 +53,16 @@ def _compile_hooks(ops: EagerDriver, trace: Trace, op: Any, place: int) -> Nativ
     if any(action.takes_run for action in actions.all):
         return None
     continuation, reader = _PythonContinuation(ops, facts), ops.reader
-    # A check that is due before the op is called after it, by the hook there, which has both gradients.
-    routines_after: list[Any] = [action.func for action in actions.after]
-    checks: list[Any] = [routine.before for routine in routines_after if isinstance(routine, FiniteCheck)]
-    actions_before = [action for action in actions.before if action.func not in checks]
-    program_before = program_on_values(actions_before, facts) if actions_before else None
+    program_before = program_on_values(actions.before, facts) if actions.before else None
     program_after = program_on_values(actions.after, facts) if actions.after else None
-    if (actions_before and program_before is None) or (actions.after and program_after is None):
+    if (actions.before and program_before is None) or (actions.after and program_after is None):
         return None  # too many values for native code
 
     def create_hooks(*shapes: tuple[Any, ...]) -> NativeHooks:
         """Create the hooks for an execution with these shapes, or for all executions if none are passed."""
         before = after = None
         if program_before is not None:
-            before = program_before.hook(reader, continuation, actions_before, *shapes)
+            before = program_before.hook(reader, continuation, actions.before, *shapes)
         if program_after is not None:
             after = program_after.hook(reader, continuation, actions.after, *shapes)
         return NativeHooks(before, after)

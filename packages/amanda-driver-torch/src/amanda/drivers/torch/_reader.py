@@ -172,18 +172,23 @@ def _element_layout(libraries: "Libraries") -> tuple[Any, ...] | None:
 
 def _negation_key() -> tuple[int, int]:
     """Return the offset of a tensor's dispatch keys, and the key of tensors that negate their memory."""
-    numbers = torch.zeros(2, dtype=torch.complex64)
-    samples = [
-        numbers.imag,
-        numbers.conj().imag,
-    ]  # of a conjugate, in whose memory the numbers are not negated
+    # Several, since a pointer may differ in one bit by chance. The numbers of a conjugate are not in memory.
+    numbers = [torch.zeros(length, dtype=torch.complex64) for length in (2, 3, 5, 7, 1, 4)]
+    plain, negated = [number.imag for number in numbers], [number.conj().imag for number in numbers]
 
-    def changed_bits(offset: int) -> int:
-        plain, negated = _words_at(ctypes.c_uint64, samples, offset)
-        return plain ^ negated
+    def changed_bits(offset: int) -> set[int]:
+        pairs = zip(
+            *(_words_at(ctypes.c_uint64, samples, offset) for samples in (plain, negated)), strict=True
+        )
+        return {plain_word ^ negated_word for plain_word, negated_word in pairs}
 
-    offset = _first_offset(lambda offset: changed_bits(offset).bit_count() == 1)
-    return offset, changed_bits(offset)
+    def is_one_key(offset: int) -> bool:
+        words = _words_at(ctypes.c_uint64, plain, offset)
+        changed = changed_bits(offset)
+        return len(set(words)) == len(changed) == 1 and min(changed).bit_count() == 1
+
+    offset = _first_offset(is_one_key)
+    return offset, min(changed_bits(offset))
 
 
 _EXPONENTS = {
@@ -249,7 +254,9 @@ def _reads_memory(reader: interceptor.Reader, plain: torch.Tensor) -> bool:
     right_spans = [
         (start, 6 * width, True), (row.data_ptr(), 3 * width, True), (start + 2 * width, 4 * width, False),
     ]  # fmt: skip
-    reads_spans = spans[:3] in (right_spans, [None, None, None])
+    negated = torch.zeros(1, dtype=torch.complex64).conj().imag
+    _, _, is_dense = reader.host_memory(negated) or (0, 0, False)
+    reads_spans = spans[:3] in (right_spans, [None, None, None]) and not is_dense
     reads_memory = reader.memory(plain) == reader.memory(view) != reader.memory(equal_tensor) != 0
     return reads_memory and reads_spans
 

@@ -69,10 +69,8 @@ class Session:
             Printer().say(f"no tools in process {os.getpid()}: {error}")
 
     def _make_and_apply_tools(self, settings: RunSettings) -> None:
-        """Make the tools of this process, with its label, messages and results, and open their scope.
-
-        A rank takes its lock.  In ranks, and for saves at intervals, the thread that saves starts too.
-        """
+        """Make the tools of this process, with its label, messages and results, and open their scope."""
+        # A rank takes its lock.  In ranks, and for saves at intervals, the thread that saves starts too.
         toolings = settings.toolings()
         # Tools without a selected phase leave out the construction of models, unless it is asked for.
         for tooling in toolings:

@@ -145,10 +145,8 @@ class ExecutionMatcher:
         return sorted(executed, key=lambda executed_op: (executed_op[1][0].order, executed_op[0]))
 
     def _is_comparable(self, match: OpMatch) -> bool:
-        """Return False where two executions are not of the same op.
-
-        Outputs of other shapes say so; inputs of other shapes do too, unless the outputs' values are near.
-        """
+        """Return False where two executions are not of the same op."""
+        # Outputs of other shapes say so; inputs of other shapes do too, unless the outputs' values are near.
         if not all(self._has_same_shape(pair) for pair in match.pairs):
             return False
         return self._reads_alike(match, default=True) or self.is_near(match.pairs)

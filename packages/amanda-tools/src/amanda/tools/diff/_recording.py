@@ -238,10 +238,8 @@ class RecordedRuns:
         self.recorded = {"a": self.a, "b": self.b}
 
     def _record_eager_or_compiled(self, label: str, program: Program) -> Run:
-        """Record a or b; if no mode was asked for, once more as compiled code where the function has any.
-
-        Later runs are then compiled too.  Where compiled code of a fails under tools, the eager run stays.
-        """
+        """Record a or b; if no mode was asked for, once more as compiled code where the function has any."""
+        # Later runs are then compiled too.  Where compiled code of a fails under tools, the eager run stays.
         if not self._may_record_compiled or isinstance(program, Command):
             return self._record_checked(label, label, program)
         eager_run = self._record(label, program)

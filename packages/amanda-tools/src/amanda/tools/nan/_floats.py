@@ -224,7 +224,10 @@ class InputRecorder:
         references = list(map(_reference, values))
         if overwritten is not None:
             references[0] = _tensor_before_write(values[0], overwritten)
-            return RecordedInputs(references, {}, (), batches)
+            # Others in the same memory were overwritten too; nobody can tell any more.
+            storage = values[0].untyped_storage()
+            indices = [i for i, leaf in enumerate(leaves(values)) if i and _has_storage(leaf, storage)]
+            return RecordedInputs(references, dict.fromkeys(indices, 0), (), batches)
         # From the second execution on, only inputs that the op writes are looked at beforehand.
         written_indices = self._written_indices
         if written_indices is None and not any(isinstance(x, _TensorReference) for x in leaves(references)):
@@ -286,6 +289,13 @@ def _tensor_before_write(tensor: Any, memory: bytearray) -> Any:
         return values.as_strided(tensor.shape, tensor.stride())
     except RuntimeError:  # the op gave the tensor more elements
         return values
+
+
+def _has_storage(value: Any, storage: Any) -> bool:
+    try:
+        return value.untyped_storage() is storage
+    except (AttributeError, NotImplementedError, RuntimeError):  # no tensor, or one without a storage
+        return False
 
 
 def _map_leaves(function: Callable[[Any], Any], value: Any) -> Any:

@@ -108,10 +108,8 @@ class StatsResult(Result):
         ]  # fmt: skip
 
     def _extremes(self) -> str:
-        """Return a sentence: the number of tensors, of NaN and Inf, and the largest magnitude with its place.
-
-        `NOTHING` without tensors; no magnitude without finite numbers.
-        """
+        """Return a sentence: numbers of tensors, NaN and Inf, and the largest magnitude with its place."""
+        # `NOTHING` without tensors; no magnitude without finite numbers.
         if not self.measured:
             return "No tensor was read." if self.remarks and not self.lead else NOTHING
         nan_count = sum(entry.statistics.nan for entry in self.measured)

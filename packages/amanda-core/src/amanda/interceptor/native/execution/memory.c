@@ -15,7 +15,7 @@ typedef struct MemoryObserver {
     Observer base;
     KnownStorages *known;          /* owned */
     struct MemoryObserver *before; /* owned; the observer before the op; NULL: this one is */
-    long long number;              /* of the reader's clock before the execution under way; -1: native code has not read it */
+    Map number_by_thread;          /* the reader's clock before the execution under way on a thread, plus 1 */
 } MemoryObserver;
 
 /* ---- storages ---- */
@@ -43,10 +43,11 @@ static int has_known_storages(KnownStorages *known, const Reader *reader, PyObje
     return 1;
 }
 
-static Observation observe_memory(Observer *observer, Thread *Py_UNUSED(thread), const Reader *reader, PyObject *const *values,
+static Observation observe_memory(Observer *observer, Thread *thread, const Reader *reader, PyObject *const *values,
                                   Py_ssize_t count, const Moment *Py_UNUSED(moment)) {
     MemoryObserver *self = (MemoryObserver *)observer;
-    if (!self->before) self->number = (long long)reader_clock(reader);
+    if (!self->before && map_set(&self->number_by_thread, (uint64_t)(uintptr_t)thread, (void *)(uintptr_t)(reader_clock(reader) + 1)))
+        return CALL_PYTHON;
     for (Py_ssize_t i = 0; i < count; i++)
         if (!has_known_storages(self->known, reader, values[i], self->before != NULL)) return CALL_PYTHON;
     return OBSERVED;
@@ -99,7 +100,7 @@ static PyObject *memory_new(PyTypeObject *type, PyObject *Py_UNUSED(args), PyObj
     MemoryObserver *self = (MemoryObserver *)type->tp_alloc(type, 0); /* subtypes take what they like */
     if (!self) return NULL;
     self->base.observe = observe_memory;
-    self->number = -1;
+    self->base.reads = SELECTED_VALUES;
     return (PyObject *)self;
 }
 
@@ -122,19 +123,19 @@ static void memory_dealloc(MemoryObserver *self) {
     PyObject_GC_UnTrack(self);
     Py_CLEAR(self->known);
     Py_CLEAR(self->before);
+    map_clear(&self->number_by_thread);
     Py_TYPE(self)->tp_free(self);
 }
 
 static PyObject *memory_take_number(MemoryObserver *self, PyObject *Py_UNUSED(none)) {
-    long long number = self->number;
-    self->number = -1;
-    return PyLong_FromLongLong(number);
+    uintptr_t number = (uintptr_t)map_remove(&self->number_by_thread, (uint64_t)(uintptr_t)thread_state());
+    return PyLong_FromLongLong((long long)number - 1);
 }
 
 static PyMethodDef memory_methods[] = {
     {"take_number", (PyCFunction)memory_take_number, METH_NOARGS,
-     "Return and forget the number of the next backward op, as it was before the execution under way; -1 if native code has\n"
-     "not begun the execution."},
+     "Return and forget the number of the next backward op, as it was before the execution under way on this thread; -1 if\n"
+     "native code has not begun the execution."},
     {0}};
 
 static PyTypeObject MemoryObserver_Type = {

@@ -3,12 +3,10 @@
 #define AMANDA_OBSERVER_H
 #include "execution/tensors.h"
 
-/* Where in an execution an observer runs.  inputs: of the op, or the gradients that entered a backward op.
-   is_hook: the program runs as a hook, and the steps before the op are another program's. */
+/* Inputs of the op at which an observer runs after it, or the gradients that entered a backward op. */
 typedef struct {
     PyObject *const *inputs;
     Py_ssize_t input_count;
-    int is_hook;
 } Moment;
 
 typedef enum { OBSERVER_FAILED = -1, CALL_PYTHON, OBSERVED } Observation; /* FAILED: an exception is set */
@@ -18,6 +16,8 @@ typedef struct Observer {
     PyObject_HEAD
     Observation (*observe)(struct Observer *self, Thread *thread, const Reader *reader, PyObject *const *values,
                            Py_ssize_t count, const Moment *moment);
+    /* Called for a routine after an op where Python runs the rest of the execution; -1: an exception. NULL: none. */
+    int (*hand_over)(struct Observer *self, Thread *thread, const Reader *reader, const Moment *moment);
     enum { ALL_VALUES, SELECTED_VALUES, NO_VALUES } reads; /* ALL: it serves no routine that selects some */
 } Observer;
 

@@ -136,10 +136,26 @@ static void recount(Reason reason) {
     counts.handed[reason]++;
 }
 
+/* Tell the observers among the steps from one on that Python runs these; -1: an exception. */
+static int hand_over_steps(Thread *thread, const Reader *reader, Program *program, Py_ssize_t first, const Moment *moment) {
+    for (Py_ssize_t i = first; i < program->before + program->after; i++) {
+        Observer *observer = program->steps[i].observer;
+        if (!observer || !observer->hand_over || !observer->hand_over(observer, thread, reader, moment)) continue;
+        report_failure(program, i);
+        return -1;
+    }
+    return 0;
+}
+
 /* Hand a call over to Python after a step, whose routine returned `result` (stolen); return what the call returns. */
-static PyObject *resume_in_python(Thread *thread, const Call *call, const Program *program, const Execution *execution,
+static PyObject *resume_in_python(Thread *thread, const Call *call, Program *program, const Execution *execution,
                                   Py_ssize_t step, PyObject *result, PyObject *outputs) {
     recount(RESULT);
+    const Moment moment = {execution->inputs.items, execution->count == UNREAD ? 0 : execution->count};
+    if (hand_over_steps(thread, call->site->reader, program, step + 1, &moment)) {
+        Py_XDECREF(result);
+        return NULL;
+    }
     PyObject *inputs = execution->changed ? list_of(execution->inputs.items, execution->count) : NULL;
     if (execution->changed && !inputs) {
         Py_XDECREF(result);
@@ -288,7 +304,7 @@ static int run_before(Thread *thread, const Call *call, int gradients, Program *
                       PyObject **end) {
     const Reader *reader = call->site->reader;
     PyObject *result = NULL, **inputs = execution->inputs.items;
-    const Moment moment = {NULL, 0, 0};
+    const Moment moment = {NULL, 0};
     for (int i = 0; i < program->before; i++) {
         Outcome outcome = run_step(thread, reader, gradients, program, i, inputs, execution->count, &execution->shapes,
                                    &moment, &result);
@@ -332,7 +348,7 @@ static PyObject *run_after(Thread *thread, const Call *call, int gradients, Prog
     for (Py_ssize_t i = 0; i < count; i++) current.items[i] = Py_NewRef(values[i]); /* a list may lose them */
     PyObject *const output = count == 1 ? current.items[0] : NULL;
     int last = program->before + program->after - 1;
-    const Moment moment = {execution->inputs.items, execution->count == UNREAD ? 0 : execution->count, 0};
+    const Moment moment = {execution->inputs.items, execution->count == UNREAD ? 0 : execution->count};
     for (int i = program->before; !end && i <= last; i++) {
         Outcome outcome = run_step(thread, reader, gradients, program, i, current.items, count, &execution->shapes,
                                    &moment, &result);
@@ -441,20 +457,24 @@ PyObject *run_on_values(Program *program, const Reader *reader, PyObject *values
     PyObject *result = NULL;
     Values current;
     Py_ssize_t count = PyTuple_GET_SIZE(values);
-    if (count > VALUE_LIMIT || python_mode_active(reader)) return resume_on_values(ARGUMENTS, -1, NULL);
-    for (Py_ssize_t i = 0; i < count; i++) {
-        current.items[i] = PyTuple_GET_ITEM(values, i);
-        if (!reader_is_tensor(reader, current.items[i]) && !reader_is_plain(reader, current.items[i]))
-            return resume_on_values(ARGUMENTS, -1, NULL);
-    }
+    if (python_mode_active(reader)) return resume_on_values(ARGUMENTS, -1, NULL); /* as the hook before the op did */
     Thread *thread = thread_state();
-    int gradients = reader_gradients(reader, thread);
-    const Moment moment = {entered ? ((PyTupleObject *)entered)->ob_item : NULL, entered ? PyTuple_GET_SIZE(entered) : 0, 1};
+    int gradients = reader_gradients(reader, thread), unread = count > VALUE_LIMIT;
+    const Moment moment = {entered ? ((PyTupleObject *)entered)->ob_item : NULL, entered ? PyTuple_GET_SIZE(entered) : 0};
+    for (Py_ssize_t i = 0; !unread && i < count; i++) {
+        current.items[i] = PyTuple_GET_ITEM(values, i);
+        unread = !reader_is_tensor(reader, current.items[i]) && !reader_is_plain(reader, current.items[i]);
+    }
+    if (unread) return hand_over_steps(thread, reader, program, 0, &moment) ? NULL : resume_on_values(ARGUMENTS, -1, NULL);
     for (int i = 0; i < program->before + program->after; i++) {
         Outcome outcome = run_step(thread, reader, gradients, program, i, current.items, count, shapes, &moment, &result);
         if (outcome == UNCHANGED) continue;
         if (outcome == FAILED) {
             counts.handed[RESULT]++;
+            return NULL;
+        }
+        if (hand_over_steps(thread, reader, program, outcome == CHANGED ? i + 1 : i, &moment)) {
+            Py_XDECREF(result);
             return NULL;
         }
         return resume_on_values(RESULT, outcome == CHANGED ? i : i - 1, outcome == CHANGED ? result : NULL);

@@ -18,7 +18,7 @@ const void *reader_memory(const Reader *reader, PyObject *tensor); /* address of
 typedef struct {
     const void *at;
     Py_ssize_t count;
-    int width, is_dense; /* is_dense: each number is an element, and each element once, as it is */
+    int width, is_negated, is_dense; /* is_dense: each number is an element, and each element once, not negated */
     uint64_t exponent;
 } Memory;
 /* Whether a value is a plain tensor in host memory of a known element type; the span of a view has the numbers between its

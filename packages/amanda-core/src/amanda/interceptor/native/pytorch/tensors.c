@@ -346,12 +346,12 @@ int reader_host_memory(const Reader *reader, PyObject *value, Memory *memory) {
     memory->count = (Py_ssize_t)span;
     memory->at = NULL;
     memory->is_dense = 1;
+    memory->is_negated = (*(const uint64_t *)(tensor + reader->elements.keys) & reader->elements.lazy_key) != 0;
     if (!span) return 1;
     const char *storage = *(const char *const *)(tensor + reader->storage);
     const char *data = storage ? *(const char *const *)(storage + reader->elements.data) : NULL;
     memory->at = data + *(const int64_t *)(tensor + reader->elements.start) * memory->width;
-    int is_lazy = (*(const uint64_t *)(tensor + reader->elements.keys) & reader->elements.lazy_key) != 0;
-    memory->is_dense = !is_lazy && is_permutation(rank, sizes, strides);
+    memory->is_dense = !memory->is_negated && is_permutation(rank, sizes, strides);
     return data != NULL;
 }
 

@@ -6,24 +6,22 @@
 
 #define READ_LIMIT (1 << 21) /* bytes: the GIL is held, and several threads of torch sum larger tensors faster */
 
+/* A copy of an op's first input, from before the op. */
+typedef struct {
+    Py_ssize_t size; /* bytes */
+    char memory[];
+} Copy;
+
 typedef struct FiniteCheck {
     Observer base;
     struct FiniteCheck *before; /* owned; the routine before the op; NULL: this one is */
     Tally *tally;               /* owned; counts executions without a call; NULL: they are not counted */
     char skips;                 /* whether the routines are to be skipped where they can be */
     char copies;                /* of a routine before the op: the op writes its first input */
-    const Thread *copied_on;    /* thread whose execution has copied the first input; NULL: none has */
+    Map copy_by_thread;         /* thread -> Copy of its execution under way, whose routine before the op was skipped */
 } FiniteCheck;
 
 static PyTypeObject FiniteCheck_Type;
-
-/* The first input of the op that copied last, from before the op. One place serves all ops: an optimizer has several that
-   write for each parameter. */
-static struct {
-    const FiniteCheck *owner; /* borrowed; NULL: there is no copy */
-    char *at;
-    Py_ssize_t size, room; /* bytes */
-} copy;
 
 /* ---- memory ---- */
 
@@ -74,35 +72,42 @@ static int is_finite(const Reader *reader, PyObject *value) {
 
 /* ---- before the op ---- */
 
+static inline uint64_t thread_key(const Thread *thread) { return (uint64_t)(uintptr_t)thread; }
+
+static void drop_copy(FiniteCheck *self, const Thread *thread) { PyMem_Free(map_remove(&self->copy_by_thread, thread_key(thread))); }
+
 /* Keep the first input as it is before the op. 0: Python has to. */
 static int copy_first_input(FiniteCheck *self, const Thread *thread, const Reader *reader, PyObject *const *values, Py_ssize_t count) {
     Memory memory;
-    /* Another thread runs the op at the same time: there is one place for a copy. */
-    if (self->copied_on && self->copied_on != thread) return 0;
-    self->copied_on = NULL;
+    drop_copy(self, thread); /* of an execution that has raised */
     if (!count || !reader_is_tensor(reader, values[0]) || !reader_host_memory(reader, values[0], &memory)) return 0;
     Py_ssize_t size = memory.count * memory.width;
-    if (size > READ_LIMIT) return 0;
-    if (size > copy.room) {
-        char *room = PyMem_Realloc(copy.at, (size_t)size);
-        if (!room) return 0;
-        copy.at = room;
-        copy.room = size;
+    if (memory.is_negated || size > READ_LIMIT) return 0;
+    Copy *copy = PyMem_Malloc(sizeof(Copy) + (size_t)size);
+    if (!copy || map_set(&self->copy_by_thread, thread_key(thread), copy)) {
+        PyMem_Free(copy);
+        return 0;
     }
-    if (size) memcpy(copy.at, memory.at, (size_t)size);
-    copy.size = size;
-    copy.owner = self;
-    self->copied_on = thread;
+    copy->size = size;
+    if (size) memcpy(copy->memory, memory.at, (size_t)size);
     return 1;
 }
 
 /* ---- after the op ---- */
 
-/* Call the routine before the op, which was skipped, now that an output is not finite. */
-static int call_skipped(FiniteCheck *before, Thread *thread, const Reader *reader, const Moment *moment) {
+/* Whether native code has skipped the routine before the op, at the execution under way on this thread. */
+static int was_skipped(const FiniteCheck *before, const Thread *thread) {
+    return before->skips && (!before->copies || map_get(&before->copy_by_thread, thread_key(thread)));
+}
+
+/* Call the routine before the op, which was skipped, with the op's inputs; -1: an exception. */
+static int call_skipped(FiniteCheck *before, Thread *thread, const Reader *reader, PyObject *const *values, Py_ssize_t count) {
     int gradients = reader_gradients(reader, thread);
-    PyObject *inputs[32 + 1], *const *values = moment->inputs; /* a list of the program's may change meanwhile */
-    Py_ssize_t count = moment->input_count < 32 ? moment->input_count : 32;
+    PyObject **inputs = PyMem_Malloc((size_t)(count + 1) * sizeof *inputs); /* owned: a list may lose them */
+    if (!inputs) {
+        PyErr_NoMemory();
+        return -1;
+    }
     for (Py_ssize_t i = 0; i < count; i++) inputs[i + 1] = Py_NewRef(values[i]);
     if (gradients) reader_set_gradients(reader, thread, 0);
     thread->suspensions++;
@@ -110,7 +115,8 @@ static int call_skipped(FiniteCheck *before, Thread *thread, const Reader *reade
     thread->suspensions--;
     if (gradients) reader_set_gradients(reader, thread, 1);
     for (Py_ssize_t i = 0; i < count; i++) Py_DECREF(inputs[i + 1]);
-    before->copied_on = NULL;
+    PyMem_Free(inputs);
+    drop_copy(before, thread);
     Py_XDECREF(result);
     return result ? 0 : -1;
 }
@@ -119,24 +125,33 @@ static Observation observe_finite(Observer *observer, Thread *thread, const Read
                                   Py_ssize_t count, const Moment *moment) {
     FiniteCheck *self = (FiniteCheck *)observer, *before = self->before;
     if (!before) {
-        if (moment->is_hook) return OBSERVED; /* the hook after the op has the gradients that entered it */
+        if (self->copies && !self->skips) drop_copy(self, thread);
         return self->skips && (!self->copies || copy_first_input(self, thread, reader, values, count)) ? OBSERVED : CALL_PYTHON;
     }
-    int was_skipped = moment->is_hook || (before->skips && (!before->copies || before->copied_on == thread));
-    int finite = self->skips && was_skipped;
+    int skipped = was_skipped(before, thread), finite = self->skips && skipped;
     for (Py_ssize_t i = 0; finite && i < count; i++) finite = is_finite(reader, values[i]);
-    if (!finite) return was_skipped && call_skipped(before, thread, reader, moment) ? OBSERVER_FAILED : CALL_PYTHON;
+    if (!finite)
+        return skipped && call_skipped(before, thread, reader, moment->inputs, moment->input_count) ? OBSERVER_FAILED : CALL_PYTHON;
     static const ShapeCode NO_SHAPES;
     if (self->tally) tally_count(self->tally, &NO_SHAPES);
-    before->copied_on = NULL;
+    drop_copy(before, thread);
     return OBSERVED;
+}
+
+/* Python runs the rest of an execution, and the routine after the op. */
+static int hand_over_finite(Observer *observer, Thread *thread, const Reader *reader, const Moment *moment) {
+    FiniteCheck *before = ((FiniteCheck *)observer)->before;
+    if (!before || !was_skipped(before, thread)) return 0;
+    return call_skipped(before, thread, reader, moment->inputs, moment->input_count);
 }
 
 /* ---- for Python ---- */
 
 static PyObject *finite_new(PyTypeObject *type, PyObject *Py_UNUSED(args), PyObject *Py_UNUSED(kwargs)) {
     FiniteCheck *self = (FiniteCheck *)type->tp_alloc(type, 0); /* subtypes take what they like */
-    if (self) self->base.observe = observe_finite;
+    if (!self) return NULL;
+    self->base.observe = observe_finite;
+    self->base.hand_over = hand_over_finite;
     return (PyObject *)self;
 }
 
@@ -159,13 +174,15 @@ static void finite_dealloc(FiniteCheck *self) {
     PyObject_GC_UnTrack(self);
     Py_CLEAR(self->before);
     Py_CLEAR(self->tally);
-    if (copy.owner == self) copy.owner = NULL;
+    for (size_t i = 0; i < self->copy_by_thread.size; i++) PyMem_Free(self->copy_by_thread.cells[i].value);
+    map_clear(&self->copy_by_thread);
     Py_TYPE(self)->tp_free(self);
 }
 
 static PyObject *finite_copy(FiniteCheck *self, void *Py_UNUSED(none)) {
-    if (!self->copied_on) Py_RETURN_NONE;
-    return PyByteArray_FromStringAndSize(copy.at, copy.owner == self ? copy.size : 0);
+    const Copy *copy = map_get(&self->copy_by_thread, thread_key(thread_state()));
+    if (!copy) Py_RETURN_NONE;
+    return PyByteArray_FromStringAndSize(copy->memory, copy->size);
 }
 
 static PyMemberDef finite_members[] = {
@@ -177,8 +194,8 @@ static PyMemberDef finite_members[] = {
 
 static PyGetSetDef finite_properties[] = {
     {"copy", (getter)finite_copy, NULL,
-     "A copy of the first input's memory, from before the op; None unless the routine is called after the op has run.\n"
-     "Empty if another op has copied its input meanwhile.", NULL},
+     "A copy of the first input's memory, from before the op; None unless the routine is called after the op has run.",
+     NULL},
     {0}};
 
 static PyTypeObject FiniteCheck_Type = {

@@ -341,13 +341,13 @@ static Observation observe_moments(Observer *observer, Thread *Py_UNUSED(thread)
     if (self->length >= 0 && length != self->length) return CALL_PYTHON;
     PyObject *moments = Py_NewRef(self->moments); /* others may run, and replace them, while large memory is read */
     int failed = 0;
+    self->executions++; /* first, since others may start to count anew */
     for (Py_ssize_t i = 0; !failed && i < count; i++) {
         PyObject *target = PyTuple_GET_ITEM(moments, i);
         if (target == Py_None || !memory[i].count) continue;
         failed = add_numbers((Moments *)target, memory[i].at, memory[i].width == sizeof(float), memory[i].count);
     }
     Py_DECREF(moments);
-    self->executions++;
     return failed ? OBSERVER_FAILED : OBSERVED;
 }
 
