@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import amanda
 from amanda import interceptor
-from amanda.action import FiniteObserver, GatedObserver, MemoryObserver
+from amanda.action import FiniteObserver, GatedObserver, MemoryObserver, MomentsObserver
 from amanda.tools.nan import NanTool
 from amanda.tools.nan import _tool as nan_tool
 from amanda.tools.profile import ProfileTool
@@ -118,9 +118,15 @@ def large() -> None:
         y.log_()
 
 
+class Subtract(torch.nn.Module):
+    """A module, so that its op is the same wherever it is called."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x.sub_(y)
+
+
 def raises_on_a_thread() -> None:
-    def subtract(x: torch.Tensor, y: torch.Tensor) -> None:
-        x.sub_(y)
+    subtract = Subtract()
 
     def fail() -> None:
         with contextlib.suppress(RuntimeError):
@@ -143,6 +149,16 @@ class WritesGradient(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
         return gradient.sqrt_()
+
+
+def raises_before_a_mode() -> None:
+    subtract = Subtract()
+    for step in range(6):
+        if step == 4:
+            with contextlib.suppress(RuntimeError):
+                subtract(torch.ones(3), torch.ones(2))
+        with FlopCounterMode(display=False) if step == 4 else contextlib.nullcontext():
+            subtract(torch.full((3,), NAN if step == 4 else 1.0), torch.ones(3))
 
 
 def writes_a_gradient() -> None:
@@ -176,17 +192,14 @@ def under_a_mode() -> None:
 
 
 def aliases() -> None:
-    def divide(x: torch.Tensor, y: torch.Tensor) -> None:
-        x.div_(y)
-
     for step in range(5):
         x = torch.zeros(3) if step == 4 else torch.ones(3)
-        divide(x, x if step == 4 else torch.ones(3))
+        x.div_(x if step == 4 else torch.ones(3))
 
 
 PROGRAMS: dict[str, Callable[[], None]] = {
-    "raises on a thread": raises_on_a_thread, "writes a gradient": writes_a_gradient,
-    "many values": many_values, "under a mode": under_a_mode, "aliases": aliases,
+    "raises on a thread": raises_on_a_thread, "raises before a mode": raises_before_a_mode,
+    "writes a gradient": writes_a_gradient, "many values": many_values, "under a mode": under_a_mode, "aliases": aliases,
     "training": training(), "weight": training(poison_weight), "gradient": training(poison_gradient),
     "in place": in_place, "views": views, "types": types, "large": large,
 }  # fmt: skip
@@ -242,7 +255,7 @@ def test_nan_finds_the_same_beside_tools_that_change_values(
                 y.view(2, 3).max(1).values.sum().backward()
                 y.detach().chunk(2)
                 y.detach().add_(1)
-        results.append([one.result.to_dict() for one in (tool, other)])
+        results.append([nan.result.to_dict() for nan in (tool, other)])
     assert results[0] == results[1]
 
 
@@ -431,3 +444,25 @@ def test_profile_tells_the_memory_that_it_tells_when_python_looks(
         rows = [(op.phase, op.type, op.module, op.calls, op.allocated, op.at_peak) for op in result.ops]
         results.append((rows, [str(peak) for peak in result.peaks]))
     assert results[0] == results[1]
+
+
+@native_alone
+@pytest.mark.parametrize("make", [NanTool, StatsTool, ProfileTool])
+def test_native_code_serves_the_steps_of_an_optimizer(
+    make: Callable[[], amanda.Tool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    for observer in (FiniteObserver, MemoryObserver, MomentsObserver):
+
+        def record(self: Any, *values: Any, call: Any = observer.__call__, **options: Any) -> None:
+            calls.append(type(self).__name__)
+            call(self, *values, **options)
+
+        monkeypatch.setattr(observer, "__call__", record)
+    x, momentum = torch.ones(8), torch.zeros(8)
+    with amanda.apply(make()):
+        for _ in range(4):
+            calls.clear()
+            momentum.mul_(0.9).add_(x)
+            x.sub_(momentum)
+    assert calls == []

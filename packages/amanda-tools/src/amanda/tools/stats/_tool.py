@@ -320,7 +320,7 @@ class StatsTool(TensorTool[_OpStreams]):
         return MomentsObserver(routine, self._find_moments) if is_served else routine
 
     def _find_moments(self, observer: MomentsObserver, values: Sequence[Any], **options: Any) -> None:
-        """Tell an observer the moments of each value's stream; not where values are lists."""
+        """Set an observer's moments to those of its values' streams; not where values are lists."""
         moments: list[Any] = [None] * len(values)
         for tensor in self._tensors_of_execution(values, **options):
             if tensor.flat_index + options.get("first", 0) != tensor.position:

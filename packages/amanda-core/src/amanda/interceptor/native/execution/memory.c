@@ -44,7 +44,7 @@ static int has_known_storages(KnownStorages *known, const Reader *reader, PyObje
 }
 
 static Observation observe_memory(Observer *observer, Thread *thread, const Reader *reader, PyObject *const *values,
-                                  Py_ssize_t count, const Moment *Py_UNUSED(moment)) {
+                                  Py_ssize_t count, const OpInputs *Py_UNUSED(op_inputs)) {
     MemoryObserver *self = (MemoryObserver *)observer;
     if (!self->before && map_set(&self->number_by_thread, (uint64_t)(uintptr_t)thread, (void *)(uintptr_t)(reader_clock(reader) + 1)))
         return CALL_PYTHON;

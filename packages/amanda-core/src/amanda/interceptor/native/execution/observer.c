@@ -50,7 +50,7 @@ typedef struct {
 } GatedRoutine;
 
 static Observation observe_gate(Observer *observer, Thread *Py_UNUSED(thread), const Reader *Py_UNUSED(reader),
-                                PyObject *const *Py_UNUSED(values), Py_ssize_t Py_UNUSED(count), const Moment *Py_UNUSED(moment)) {
+                                PyObject *const *Py_UNUSED(values), Py_ssize_t Py_UNUSED(count), const OpInputs *Py_UNUSED(op_inputs)) {
     const Gate *gate = ((GatedRoutine *)observer)->gate;
     return gate && !gate->open ? OBSERVED : CALL_PYTHON;
 }

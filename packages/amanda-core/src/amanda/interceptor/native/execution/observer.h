@@ -5,9 +5,9 @@
 
 /* Inputs of the op at which an observer runs after it, or the gradients that entered a backward op. */
 typedef struct {
-    PyObject *const *inputs;
-    Py_ssize_t input_count;
-} Moment;
+    PyObject *const *items;
+    Py_ssize_t count;
+} OpInputs;
 
 typedef enum { OBSERVER_FAILED = -1, CALL_PYTHON, OBSERVED } Observation; /* FAILED: an exception is set */
 
@@ -15,9 +15,9 @@ typedef enum { OBSERVER_FAILED = -1, CALL_PYTHON, OBSERVED } Observation; /* FAI
 typedef struct Observer {
     PyObject_HEAD
     Observation (*observe)(struct Observer *self, Thread *thread, const Reader *reader, PyObject *const *values,
-                           Py_ssize_t count, const Moment *moment);
+                           Py_ssize_t count, const OpInputs *op_inputs);
     /* Called for a routine after an op where Python runs the rest of the execution; -1: an exception. NULL: none. */
-    int (*hand_over)(struct Observer *self, Thread *thread, const Reader *reader, const Moment *moment);
+    int (*hand_over)(struct Observer *self, Thread *thread, const Reader *reader, const OpInputs *op_inputs);
     enum { ALL_VALUES, SELECTED_VALUES, NO_VALUES } reads; /* ALL: it serves no routine that selects some */
 } Observer;
 

@@ -101,7 +101,7 @@ done:
 }
 
 static inline Outcome run_step(Thread *thread, const Reader *reader, int gradients, Program *program, Py_ssize_t index,
-                               PyObject **values, Py_ssize_t count, Shapes *shapes, const Moment *moment, PyObject **result) {
+                               PyObject **values, Py_ssize_t count, Shapes *shapes, const OpInputs *op_inputs, PyObject **result) {
     Step *step = &program->steps[index];
     if (step->tally && tally_count(step->tally, step->takes_shapes ? &shapes->code : &NO_SHAPES)) return UNCHANGED;
     if (step->observer) {
@@ -112,7 +112,7 @@ static inline Outcome run_step(Thread *thread, const Reader *reader, int gradien
             selection[i] = values[step->select[i]];
         }
         Observation observation = step->observer->observe(step->observer, thread, reader, selects ? selection : values,
-                                                          selects ? step->count : count, moment);
+                                                          selects ? step->count : count, op_inputs);
         if (observation == OBSERVED) return UNCHANGED;
         if (observation == OBSERVER_FAILED) {
             report_failure(program, index);
@@ -137,10 +137,10 @@ static void recount(Reason reason) {
 }
 
 /* Tell the observers among the steps from one on that Python runs these; -1: an exception. */
-static int hand_over_steps(Thread *thread, const Reader *reader, Program *program, Py_ssize_t first, const Moment *moment) {
+static int hand_over_steps(Thread *thread, const Reader *reader, Program *program, Py_ssize_t first, const OpInputs *op_inputs) {
     for (Py_ssize_t i = first; i < program->before + program->after; i++) {
         Observer *observer = program->steps[i].observer;
-        if (!observer || !observer->hand_over || !observer->hand_over(observer, thread, reader, moment)) continue;
+        if (!observer || !observer->hand_over || !observer->hand_over(observer, thread, reader, op_inputs)) continue;
         report_failure(program, i);
         return -1;
     }
@@ -151,8 +151,8 @@ static int hand_over_steps(Thread *thread, const Reader *reader, Program *progra
 static PyObject *resume_in_python(Thread *thread, const Call *call, Program *program, const Execution *execution,
                                   Py_ssize_t step, PyObject *result, PyObject *outputs) {
     recount(RESULT);
-    const Moment moment = {execution->inputs.items, execution->count == UNREAD ? 0 : execution->count};
-    if (hand_over_steps(thread, call->site->reader, program, step + 1, &moment)) {
+    const OpInputs op_inputs = {execution->inputs.items, execution->count == UNREAD ? 0 : execution->count};
+    if (hand_over_steps(thread, call->site->reader, program, step + 1, &op_inputs)) {
         Py_XDECREF(result);
         return NULL;
     }
@@ -304,10 +304,10 @@ static int run_before(Thread *thread, const Call *call, int gradients, Program *
                       PyObject **end) {
     const Reader *reader = call->site->reader;
     PyObject *result = NULL, **inputs = execution->inputs.items;
-    const Moment moment = {NULL, 0};
+    const OpInputs op_inputs = {NULL, 0};
     for (int i = 0; i < program->before; i++) {
         Outcome outcome = run_step(thread, reader, gradients, program, i, inputs, execution->count, &execution->shapes,
-                                   &moment, &result);
+                                   &op_inputs, &result);
         if (outcome == UNCHANGED) continue;
         if (outcome == FAILED) return 0;
         Substitution substitution = LEFT_TO_PYTHON;
@@ -348,10 +348,10 @@ static PyObject *run_after(Thread *thread, const Call *call, int gradients, Prog
     for (Py_ssize_t i = 0; i < count; i++) current.items[i] = Py_NewRef(values[i]); /* a list may lose them */
     PyObject *const output = count == 1 ? current.items[0] : NULL;
     int last = program->before + program->after - 1;
-    const Moment moment = {execution->inputs.items, execution->count == UNREAD ? 0 : execution->count};
+    const OpInputs op_inputs = {execution->inputs.items, execution->count == UNREAD ? 0 : execution->count};
     for (int i = program->before; !end && i <= last; i++) {
         Outcome outcome = run_step(thread, reader, gradients, program, i, current.items, count, &execution->shapes,
-                                   &moment, &result);
+                                   &op_inputs, &result);
         if (outcome == UNCHANGED) continue;
         PyObject *previous = may_substitute ? current.items[0] : NULL;
         Substitution substitution = LEFT_TO_PYTHON;
@@ -460,20 +460,20 @@ PyObject *run_on_values(Program *program, const Reader *reader, PyObject *values
     if (python_mode_active(reader)) return resume_on_values(ARGUMENTS, -1, NULL); /* as the hook before the op did */
     Thread *thread = thread_state();
     int gradients = reader_gradients(reader, thread), unread = count > VALUE_LIMIT;
-    const Moment moment = {entered ? ((PyTupleObject *)entered)->ob_item : NULL, entered ? PyTuple_GET_SIZE(entered) : 0};
+    const OpInputs op_inputs = {entered ? ((PyTupleObject *)entered)->ob_item : NULL, entered ? PyTuple_GET_SIZE(entered) : 0};
     for (Py_ssize_t i = 0; !unread && i < count; i++) {
         current.items[i] = PyTuple_GET_ITEM(values, i);
         unread = !reader_is_tensor(reader, current.items[i]) && !reader_is_plain(reader, current.items[i]);
     }
-    if (unread) return hand_over_steps(thread, reader, program, 0, &moment) ? NULL : resume_on_values(ARGUMENTS, -1, NULL);
+    if (unread) return hand_over_steps(thread, reader, program, 0, &op_inputs) ? NULL : resume_on_values(ARGUMENTS, -1, NULL);
     for (int i = 0; i < program->before + program->after; i++) {
-        Outcome outcome = run_step(thread, reader, gradients, program, i, current.items, count, shapes, &moment, &result);
+        Outcome outcome = run_step(thread, reader, gradients, program, i, current.items, count, shapes, &op_inputs, &result);
         if (outcome == UNCHANGED) continue;
         if (outcome == FAILED) {
             counts.handed[RESULT]++;
             return NULL;
         }
-        if (hand_over_steps(thread, reader, program, outcome == CHANGED ? i + 1 : i, &moment)) {
+        if (hand_over_steps(thread, reader, program, outcome == CHANGED ? i + 1 : i, &op_inputs)) {
             Py_XDECREF(result);
             return NULL;
         }

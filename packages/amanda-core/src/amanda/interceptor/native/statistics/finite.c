@@ -9,6 +9,7 @@
 /* A copy of an op's first input, from before the op. */
 typedef struct {
     Py_ssize_t size; /* bytes */
+    int is_due;      /* the routine that was skipped is being called */
     char memory[];
 } Copy;
 
@@ -89,6 +90,7 @@ static int copy_first_input(FiniteCheck *self, const Thread *thread, const Reade
         return 0;
     }
     copy->size = size;
+    copy->is_due = 0;
     if (size) memcpy(copy->memory, memory.at, (size_t)size);
     return 1;
 }
@@ -109,6 +111,8 @@ static int call_skipped(FiniteCheck *before, Thread *thread, const Reader *reade
         return -1;
     }
     for (Py_ssize_t i = 0; i < count; i++) inputs[i + 1] = Py_NewRef(values[i]);
+    Copy *copy = map_get(&before->copy_by_thread, thread_key(thread));
+    if (copy) copy->is_due = 1;
     if (gradients) reader_set_gradients(reader, thread, 0);
     thread->suspensions++;
     PyObject *result = PyObject_Vectorcall((PyObject *)before, inputs + 1, (size_t)count | PY_VECTORCALL_ARGUMENTS_OFFSET, NULL);
@@ -122,7 +126,7 @@ static int call_skipped(FiniteCheck *before, Thread *thread, const Reader *reade
 }
 
 static Observation observe_finite(Observer *observer, Thread *thread, const Reader *reader, PyObject *const *values,
-                                  Py_ssize_t count, const Moment *moment) {
+                                  Py_ssize_t count, const OpInputs *op_inputs) {
     FiniteCheck *self = (FiniteCheck *)observer, *before = self->before;
     if (!before) {
         if (self->copies && !self->skips) drop_copy(self, thread);
@@ -131,7 +135,7 @@ static Observation observe_finite(Observer *observer, Thread *thread, const Read
     int skipped = was_skipped(before, thread), finite = self->skips && skipped;
     for (Py_ssize_t i = 0; finite && i < count; i++) finite = is_finite(reader, values[i]);
     if (!finite)
-        return skipped && call_skipped(before, thread, reader, moment->inputs, moment->input_count) ? OBSERVER_FAILED : CALL_PYTHON;
+        return skipped && call_skipped(before, thread, reader, op_inputs->items, op_inputs->count) ? OBSERVER_FAILED : CALL_PYTHON;
     static const ShapeCode NO_SHAPES;
     if (self->tally) tally_count(self->tally, &NO_SHAPES);
     drop_copy(before, thread);
@@ -139,10 +143,10 @@ static Observation observe_finite(Observer *observer, Thread *thread, const Read
 }
 
 /* Python runs the rest of an execution, and the routine after the op. */
-static int hand_over_finite(Observer *observer, Thread *thread, const Reader *reader, const Moment *moment) {
+static int hand_over_finite(Observer *observer, Thread *thread, const Reader *reader, const OpInputs *op_inputs) {
     FiniteCheck *before = ((FiniteCheck *)observer)->before;
     if (!before || !was_skipped(before, thread)) return 0;
-    return call_skipped(before, thread, reader, moment->inputs, moment->input_count);
+    return call_skipped(before, thread, reader, op_inputs->items, op_inputs->count);
 }
 
 /* ---- for Python ---- */
@@ -181,7 +185,7 @@ static void finite_dealloc(FiniteCheck *self) {
 
 static PyObject *finite_copy(FiniteCheck *self, void *Py_UNUSED(none)) {
     const Copy *copy = map_get(&self->copy_by_thread, thread_key(thread_state()));
-    if (!copy) Py_RETURN_NONE;
+    if (!copy || !copy->is_due) Py_RETURN_NONE; /* not due: left by an execution that has raised */
     return PyByteArray_FromStringAndSize(copy->memory, copy->size);
 }
 

@@ -324,7 +324,7 @@ typedef struct {
 
 /* Measure each value, or none and leave them to Python. */
 static Observation observe_moments(Observer *observer, Thread *Py_UNUSED(thread), const Reader *reader, PyObject *const *values,
-                                   Py_ssize_t count, const Moment *Py_UNUSED(moment)) {
+                                   Py_ssize_t count, const OpInputs *Py_UNUSED(op_inputs)) {
     MomentsObserver *self = (MomentsObserver *)observer;
     long long length = 0;
     Memory memory[MEASURED_LIMIT];
