@@ -199,9 +199,10 @@ def aliases() -> None:
 
 PROGRAMS: dict[str, Callable[[], None]] = {
     "raises on a thread": raises_on_a_thread, "raises before a mode": raises_before_a_mode,
-    "writes a gradient": writes_a_gradient, "many values": many_values, "under a mode": under_a_mode, "aliases": aliases,
-    "training": training(), "weight": training(poison_weight), "gradient": training(poison_gradient),
-    "in place": in_place, "views": views, "types": types, "large": large,
+    "writes a gradient": writes_a_gradient, "many values": many_values, "under a mode": under_a_mode,
+    "aliases": aliases, "training": training(), "weight": training(poison_weight),
+    "gradient": training(poison_gradient), "in place": in_place, "views": views, "types": types,
+    "large": large,
 }  # fmt: skip
 
 
