@@ -18,6 +18,7 @@ from amanda.plan.action import (
     with_marks,
 )
 from amanda.plan.observers import (
+    ClockObserver,
     Executions,
     FiniteObserver,
     GatedObserver,
@@ -32,6 +33,7 @@ from amanda.plan.observers import (
 __all__ = [
     "Action",
     "ActionType",
+    "ClockObserver",
     "Executions",
     "FiniteObserver",
     "GatedObserver",

@@ -83,6 +83,8 @@ class ActionType(enum.Enum):
 
 # Shared by all actions without keyword arguments, so nothing may be added to it.
 NO_KWARGS: Mapping[str, Any] = MappingProxyType({})
+# Native code calls neither: it would not see a parameter `recomputed`.
+_WITH_RECOMPUTED = (interceptor.ShapeCounter, interceptor.ClockObserver)
 INSERT_BEFORE_OP = ActionType.INSERT_BEFORE_OP
 REPLACE_OP = ActionType.REPLACE_OP
 
@@ -137,8 +139,8 @@ class Action:
         self.opening = "opening" in mark_names
         self.innermost = "innermost" in mark_names
         self.takes_run = self._takes("run")
-        # A tally has an attribute of that name, which counts recomputations, but no parameter.
-        self.takes_recomputed = not isinstance(func, interceptor.ShapeCounter) and self._takes("recomputed")
+        # Tallies and clocks have an attribute of that name, and no parameter.
+        self.takes_recomputed = not isinstance(func, _WITH_RECOMPUTED) and self._takes("recomputed")
         if self.takes_recomputed:
             self.kwargs = {**kwargs, "recomputed": False}
         # A replacement computes the op from its values, which have their shapes.
@@ -157,11 +159,11 @@ class Action:
         """Return the action for a recomputation of the op; None where its routine is not called.
 
         Observers were called in the first execution; those with a parameter `recomputed` are called again.
-        A `Tally` counts recomputations in its attribute `recomputed`, if it has one.
+        The attribute `recomputed` of a `Tally` or a `ClockObserver`, if there is one, sees recomputations.
         """
-        if isinstance(self.func, interceptor.ShapeCounter):
-            recomputed_tally = getattr(self.func, "recomputed", None)
-            return None if recomputed_tally is None else self._with_routine(recomputed_tally, self.kwargs)
+        if isinstance(self.func, _WITH_RECOMPUTED):
+            routine = getattr(self.func, "recomputed", None)
+            return None if routine is None else self._with_routine(routine, self.kwargs)
         if self.takes_recomputed:
             return self._with_routine(self.func, {**self.kwargs, "recomputed": True})
         # A checkpoint runs the same execution again: who counts or records would see it twice.  A routine
@@ -211,6 +213,8 @@ def has_parameter(func: Routine, name: str, keyword_only: bool = False) -> bool:
         name: Name of the parameter.
         keyword_only: Whether the parameter has to be keyword-only.
     """
+    if isinstance(func, interceptor.ClockObserver):
+        return False  # it takes no values
     # The first argument of a bound method is `self`, which no caller passes.
     function, first_index = (func.__func__, 1) if isinstance(func, MethodType) else (func, 0)
     if isinstance(func, interceptor.ShapeCounter):

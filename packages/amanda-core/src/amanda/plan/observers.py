@@ -185,6 +185,34 @@ class MemoryObserver(interceptor.MemoryObserver):
         self._routine(*values, recomputed=recomputed, **options)
 
 
+class ClockObserver(interceptor.ClockObserver):
+    """Routine that starts or stops an execution of an op on an `interceptor.Clock`, next to the op.
+
+    One is inserted before an op and one after it, with no values; native code runs them without a call of
+    Python.
+
+    Args:
+        clock: Clock, which observers share.
+        number: Number of the op on the clock.
+        stops: Whether the routine is the one after the op.
+        find_recomputed: Returns the observer that takes the place of this one in recomputations.
+    """
+
+    # Inside of the routines of all tools, whose time is not the op's.
+    __amanda_marks__ = frozenset({"innermost"})
+
+    def __init__(
+        self, clock: interceptor.Clock, number: int, stops: bool, find_recomputed: Callable[[], ClockObserver]
+    ) -> None:
+        super().__init__(clock, number, stops)
+        self._find_recomputed = find_recomputed
+
+    @property
+    def recomputed(self) -> ClockObserver:
+        """Return the observer of recomputations."""
+        return self._find_recomputed()
+
+
 # A protocol: drivers store more about a place than this room knows.
 class ActionPlace(Protocol):
     """An observer's action, with facts of its op."""

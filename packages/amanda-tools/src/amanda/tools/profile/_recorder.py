@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from _thread import get_ident
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
 from statistics import median
 from time import perf_counter_ns
 from typing import Any, NamedTuple
 
 import amanda
+from amanda import interceptor
+from amanda.action import ClockObserver
 from amanda.tools.profile._records import GRAPH, ExecutionLog, OpProfile, StorageTracker
 
 
@@ -155,8 +155,6 @@ def kernels_in_ranges(events: Iterable[Any]) -> Iterator[tuple[int, str, str, in
 
 RECOMPUTED = -1
 """Id of the backward op in the key of a recomputation's profile."""
-DEEPEST = 256
-"""Most ops within ops, counting ops that raised and did not end."""
 Routines = tuple[Callable[..., None], Callable[..., None]]
 """The routine before an op, and the routine after it."""
 
@@ -188,27 +186,13 @@ Probe = DeviceClock | KernelProfiler
 """Meter besides the program's clock, with `begin` and `end`; `end` is not called if the op raises."""
 
 
-@dataclass(slots=True, eq=False)
-class _StartedExecution:
-    """An execution under way; times in nanoseconds.
-
-    inner_time: of the ops within.  overhead: of the routines at these.  probe_begins: results of the probes.
-    """
-
-    profile: OpProfile
-    begin: int = 0
-    inner_time: int = 0
-    overhead: int = 0
-    probe_begins: Sequence[Any] = ()
-
-
 class Recorder:
     """Sums for each op and, up to `limit`, each execution, in the steps that a schedule records.
 
     on_end: called when recording stops.
     profiles: by the ids of the forward and the backward op.  clocks: by name of the device.
     memory: with the peaks of recorded steps.  log: for the timeline.
-    recording: whether the present step is recorded.
+    clock: for the ops of `nested_routines`; its numbers are the indices of profiles.
     """
 
     def __init__(self, schedule: Schedule, limit: int, on_end: Callable[[], None] = lambda: None) -> None:
@@ -217,9 +201,9 @@ class Recorder:
         self.clocks: dict[str, DeviceClock] = {}
         self.profiles: dict[tuple[int, int | None], OpProfile] = {}
         self._on_end = on_end
-        self._limit = limit
         self._step = self._first_step = 0
-        self.recording = False
+        self.log = ExecutionLog(limit)
+        self.clock = self.log.clock
         self.clear()
 
     def clear(self) -> None:
@@ -229,10 +213,7 @@ class Recorder:
         for clock in self.clocks.values():
             clock.clear()
         self.memory.clear()
-        self.log = ExecutionLog(self._limit)
-        # One stack for each thread: ops nest within a thread.  Bounded, as an op that raises never ends.
-        make_stack = partial(deque[_StartedExecution], maxlen=DEEPEST)
-        self._stack_by_thread = defaultdict[int, deque[_StartedExecution]](make_stack)
+        self.log.clear()
         self._first_step = self._step
         self._begin_step()
 
@@ -258,13 +239,25 @@ class Recorder:
         # Nothing changes: this runs ahead of each op that may begin a step.
         if self.log.number == current_step:
             return
-        was_recording, self.recording = self.recording, self.schedule.records(current_step)
-        self.log.start_step(current_step if self.recording else None)
-        if was_recording != self.recording:
-            self._stack_by_thread.clear()  # an execution that is partly recorded has no time
-            if not self.recording:
+        was_recording, recording = self.recording, self.schedule.records(current_step)
+        self.clock.recording = recording
+        self.log.start_step(current_step if recording else None)
+        if was_recording != recording:
+            self.clock.abandon()  # an execution that is partly recorded has no time
+            if not recording:
                 self._on_end()
-            self.memory.set_recording(self.recording)
+            self.memory.set_recording(recording)
+
+    @property
+    def recording(self) -> bool:
+        """Return True if the present step is recorded."""
+        return self.clock.recording
+
+    def collect(self) -> None:
+        """Add the times that the clock has measured to the profiles."""
+        for op_profile in self.profiles.values():
+            if sums := self.clock.take(op_profile.index):
+                op_profile.add(*sums)
 
     def recomputation(self, op_profile: OpProfile) -> OpProfile:
         """Return the profile of an op's executions that run again in the backward pass, new at first."""
@@ -277,58 +270,40 @@ class Recorder:
 
     def nested_routines(self, op_profile: OpProfile, probes: Sequence[Probe] = ()) -> Routines:
         """Return routines for an op that begins and ends on one thread, nested in other ops."""
+        if not probes:
+            return self._clock_observer(op_profile), self._clock_observer(op_profile, stops=True)
 
         # Next to the op, inside of the routines of all tools, whose time is not the op's.
         @amanda.innermost
         def begin(*, recomputed: bool = False) -> None:
-            """Push an execution onto the stack of this thread, and read the clock last."""
+            """Begin the probes, whose time is not the op's, and start the clock last."""
             if not self.recording:
                 return
+            now = perf_counter_ns()
             profile = self.recomputation(op_profile) if recomputed else op_profile
-            stack = self._stack_by_thread[get_ident()]
-            routine_begin = perf_counter_ns() if stack else 0
-            # Made before the clock is read, as everything else that is not the op's time.
-            execution = _StartedExecution(profile)
-            # probes begin before the clock is read, so that their time is not the op's
-            if probes:
-                execution.probe_begins = [probe.begin(profile) for probe in probes]
-            if stack:
-                stack[-1].overhead += perf_counter_ns() - routine_begin
-            stack.append(execution)
-            # The last statement: what comes after it would count as the op's time.
-            execution.begin = perf_counter_ns()
+            probe_begins = [probe.begin(profile) for probe in probes]
+            self.clock.exclude(perf_counter_ns() - now)
+            self.clock.start(profile.index, probe_begins)
 
         @amanda.innermost
         def end(*, recomputed: bool = False) -> None:
-            """Pop the execution, and those within that raised; add its time without that of routines."""
-            # The first statement, for the same reason.
-            now = perf_counter_ns()
+            """Stop the clock first, then end the probes."""
             profile = self.recomputation(op_profile) if recomputed else op_profile
-            thread = get_ident()
-            stack = self._stack_by_thread.get(thread)
-            if not stack:
-                return
-            # Fast path: the innermost execution is nearly always the one that ends.
-            if stack[-1].profile is not profile and all(e.profile is not profile for e in stack):
-                return
-            execution, inner_time, overhead = stack.pop(), 0, 0
-            while execution.profile is not profile:  # the op raised, and its time belongs to the op around it
-                inner_time, overhead = inner_time + execution.inner_time, overhead + execution.overhead
-                execution = stack.pop()
-            overhead += execution.overhead
-            if probes:
-                for probe, probe_begin in zip(probes, execution.probe_begins, strict=True):
-                    probe.end(profile, probe_begin)
-            # Routines at the ops within are not the op's time.
-            duration = now - execution.begin - overhead
-            profile.add(duration, execution.inner_time + inner_time)
-            self.log.add(profile, execution.begin, now, thread)
-            if stack:
-                outer = stack[-1]
-                outer.inner_time += duration
-                outer.overhead += overhead + perf_counter_ns() - now
+            probe_begins = self.clock.stop(profile.index)
+            now = perf_counter_ns()
+            for probe, probe_begin in zip(probes, probe_begins or (), strict=False):
+                probe.end(profile, probe_begin)
+            self.clock.exclude(perf_counter_ns() - now)
 
         return begin, end
+
+    def _clock_observer(self, op_profile: OpProfile, stops: bool = False) -> ClockObserver:
+        """Return an observer that starts or stops the clock at an op, and at its recomputations."""
+
+        def find_recomputed() -> ClockObserver:
+            return self._clock_observer(self.recomputation(op_profile), stops)
+
+        return ClockObserver(self.clock, op_profile.index, stops, find_recomputed)
 
     def parallel_routines(self, op_profile: OpProfile, has_tensor_input: bool) -> Routines:
         """Return routines for an op of a graph, which begins and ends on any thread, within one run.
@@ -351,8 +326,8 @@ class Recorder:
             begin_times = run.get(op_profile)
             if begin_times:
                 start = begin_times.popleft()
-                op_profile.add(now - start, 0)
-                self.log.add(op_profile, start, now, GRAPH)
+                op_profile.add(1, now - start, 0, now - start, now - start)
+                self.clock.add(op_profile.index, start, now, GRAPH)
             # An op without inputs has no begin: it is counted without time.
             elif not has_tensor_input and self.recording:
                 op_profile.calls += 1
@@ -361,12 +336,13 @@ class Recorder:
 
 
 def floor(samples: int = 200) -> float:
-    """Return the median of the nanoseconds that the routines measure for an op that does nothing."""
-    op_profile = OpProfile(phase="forward", type="", module="", source="")
-    # A recorder of its own: the measurement must not appear in a profile.
-    recorder = Recorder(Schedule(), samples)
-    begin, end = recorder.nested_routines(op_profile)
+    """Return the median of the nanoseconds that the clock measures for an op that does nothing."""
+    # A log of its own: the measurement must not appear in a profile.
+    log = ExecutionLog(samples)
+    log.clock.recording = True
+    begin, end = interceptor.ClockObserver(log.clock, 0), interceptor.ClockObserver(log.clock, 0, True)
     for _ in range(samples):
         begin()
         end()
-    return float(median(event.took for event in recorder.log.events([op_profile])))
+    op_profile = OpProfile(phase="forward", type="", module="", source="")
+    return float(median(event.took for event in log.events([op_profile])))

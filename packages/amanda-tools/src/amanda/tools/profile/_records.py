@@ -59,24 +59,25 @@ class OpProfile:
     kernels: dict[tuple[str, str], list[int]] = field(default_factory=dict)
     recomputation: OpProfile | None = None
 
-    def add(self, took: int, inside: int) -> None:
-        """Add one execution.
+    def add(self, executions: int, total: int, inner: int, least: int, most: int) -> None:
+        """Add executions.
 
         Args:
-            took: Nanoseconds of the execution.
-            inside: Nanoseconds of the ops within it.
+            executions: Number of executions.
+            total: Nanoseconds of all executions.
+            inner: Nanoseconds of the ops within them.
+            least: Nanoseconds of the shortest one.
+            most: Nanoseconds of the longest one.
         """
-        self.calls += 1
-        self.timed += 1
-        self.total += took
+        # 0 stands for none so far: the first executions set the least.
+        self.least = min(self.least, least) if self.timed else least
+        self.most = max(self.most, most)
+        self.calls += executions
+        self.timed += executions
+        self.total += total
         # Ops within ran on other threads, or in a graph, so that their time cannot be subtracted.
         if not self.runs_others:
-            self.own += took - inside
-        if took > self.most:
-            self.most = took
-        # 0 stands for none so far: the first execution sets the least.
-        if took < self.least or self.timed == 1:
-            self.least = took
+            self.own += total - inner
 
     def clear(self) -> None:
         """Forget the executions."""
@@ -338,37 +339,31 @@ class Timeline:
 class ExecutionLog:
     """A log of up to `limit` executions, in the order of their ends, and up to `limit` steps.
 
-    number: of the step that is recorded now, or None.
-    threads: by `get_ident`, read when the first op ended there.  dropped: number of executions not kept.
+    clock: which logs the executions.  number: of the step that is recorded now, or None.
+    threads: by `get_ident`, read when the first op ended there.
     """
 
     def __init__(self, limit: int) -> None:
-        self._limit = self._room = limit
-        # Index of the profile, begin, duration and thread of each: the garbage collector would walk objects.
-        self._numbers = array("q")
+        self._limit = limit
+        # Native code keeps the numbers of executions: the garbage collector would walk objects.
+        self.clock = interceptor.Clock(limit, self._add_thread)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all executions and steps."""
+        self.clock.clear()
         self._steps: list[RecordedStep] = []
         self._step_count = self._steps_duration = 0  # of all steps that have ended, also beyond the limit
-        self._step_begin: int | None = None  # None while the present step has no ops
-        self._step_end = 0
         self.number: int | None = None
         self.threads: dict[int, OsThread] = {}
-        self.dropped = 0
 
-    def add(self, place: OpProfile, begin: int, end: int, thread: int) -> None:
-        """Add an execution to the step, and to the log if there is room."""
-        # Executions end in another order than they begin: an outer op ends last.
-        if self._step_begin is None or begin < self._step_begin:
-            self._step_begin = begin
-        if end > self._step_end:
-            self._step_end = end
-        # Full logs count what they drop, so that the result can tell.
-        if not self._room:
-            self.dropped += 1
-            return
-        self._room -= 1
-        self._numbers.extend((place.index, begin, end - begin, thread))
-        if thread not in self.threads:
-            self.threads[thread] = OsThread.present()
+    @property
+    def dropped(self) -> int:
+        """Return the number of executions that are not kept."""
+        return self.clock.dropped
+
+    def _add_thread(self, thread: int) -> None:
+        self.threads[thread] = OsThread.present()
 
     def start_step(self, number: int | None) -> None:
         """End the present step, unless it has no ops, and begin the next.  number: None not to record it."""
@@ -377,13 +372,13 @@ class ExecutionLog:
             self._steps_duration += step.end - step.begin
             if self._step_count <= self._limit:
                 self._steps.append(step)
-        self.number, self._step_begin = number, None
+        self.number, self.clock.step_begin = number, -1
 
     def merge_steps(self, number: int) -> None:
         """Merge all steps so far into the present one."""
         begins = [step.begin for step in (*self._steps, *self._steps_under_way())]
         self._steps, self._step_count, self._steps_duration = [], 0, 0
-        self.number, self._step_begin = number, min(begins, default=None)
+        self.number, self.clock.step_begin = number, min(begins, default=-1)
 
     def steps(self) -> tuple[list[RecordedStep], int, int]:
         """Return the logged steps, the number of all steps and their nanoseconds, with the present step."""
@@ -393,13 +388,13 @@ class ExecutionLog:
 
     def _steps_under_way(self) -> list[RecordedStep]:
         """Return the present step in a list; an empty list if it has no ops or is not recorded."""
-        if self.number is None or self._step_begin is None:
+        if self.number is None or self.clock.step_begin < 0:
             return []
-        return [RecordedStep(self.number, self._step_begin, self._step_end)]
+        return [RecordedStep(self.number, self.clock.step_begin, self.clock.step_end)]
 
     def events(self, profiles: Sequence[OpProfile]) -> list[TimedExecution]:
         """Return the executions sorted by begin, longer ones first.  profiles: of all ops, by index."""
-        numbers = iter(self._numbers.tolist())
+        numbers = iter(array("q", self.clock.log()))
         rows = zip(numbers, numbers, numbers, numbers, strict=True)
         events = [TimedExecution(profiles[index], *times) for index, *times in rows]
         return sorted(events, key=lambda event: (event.begin, -event.took))

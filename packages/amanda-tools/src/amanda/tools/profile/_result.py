@@ -121,6 +121,7 @@ class ProfileResult(KeyedResult):
             recorder: The recorder.
             obstacle: Why there are no kernels, in words; "" without a reason.
         """
+        recorder.collect()
         copy_by_op = {op: summed([op]) for op in recorder.profiles.values()}
         log, devices = recorder.log, recorder.memory.devices.values()
         peaks = []
