@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import amanda
 from amanda import interceptor
-from amanda.action import FiniteObserver, GatedObserver, MemoryObserver, MomentsObserver
+from amanda.action import FiniteObserver, GatedObserver, MomentsObserver, StorageObserver
 from amanda.tools.nan import NanTool
 from amanda.tools.nan import _tool as nan_tool
 from amanda.tools.profile import ProfileTool
@@ -398,16 +398,18 @@ def test_memory_of_tensors_is_read_as_it_lies() -> None:
         assert reader.host_memory(other) is None
 
 
-class CalledMemoryObserver:
-    """`MemoryObserver` that Python calls at each execution."""
+class CalledStorageObserver:
+    """`StorageObserver` that Python calls at each execution."""
 
     __amanda_marks__ = frozenset({"observer"})
 
-    def __init__(self, routine: Callable[..., None], known: Any, *before: Any) -> None:
-        self.routine = routine
+    def __init__(
+        self, routine: Callable[..., None], find_recomputed: Callable[[], Any], *tracker_and_number: Any
+    ) -> None:
+        self.routine, self.find_recomputed = routine, find_recomputed
 
-    def __call__(self, *values: Any, recomputed: bool = False, **options: Any) -> None:
-        self.routine(*values, recomputed=recomputed, **options)
+    def __call__(self, *values: Any, recomputed: bool = False) -> None:
+        (self.find_recomputed() if recomputed else self).routine(*values)
 
     def take_number(self) -> int:
         return -1
@@ -436,8 +438,8 @@ def test_profile_tells_the_memory_that_it_tells_when_python_looks(
     program: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     results = []
-    for observer in (MemoryObserver, CalledMemoryObserver):
-        monkeypatch.setattr(profile_tool, "MemoryObserver", observer)
+    for observer in (StorageObserver, CalledStorageObserver):
+        monkeypatch.setattr(profile_tool, "StorageObserver", observer)
         tool = ProfileTool()
         with amanda.apply(tool):
             program()
@@ -453,7 +455,7 @@ def test_native_code_serves_the_steps_of_an_optimizer(
     make: Callable[[], amanda.Tool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[str] = []
-    for observer in (FiniteObserver, MemoryObserver, MomentsObserver):
+    for observer in (FiniteObserver, StorageObserver, MomentsObserver):
 
         def record(self: Any, *values: Any, call: Any = observer.__call__, **options: Any) -> None:
             calls.append(type(self).__name__)

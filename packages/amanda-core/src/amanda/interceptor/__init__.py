@@ -14,7 +14,7 @@ the `Resumption` with which Python continues an execution that native code has b
 
 `Moments` are statistics of numbers in memory, for observers: they belong to no call. A `FiniteCheck` is a
 routine that native code calls only where an op's outputs are not finite.  A `Clock` measures executions, which
-nest on each thread.
+nest on each thread, a `StorageTracker` the bytes of live storages.
 
 Without a C compiler at install time a pure-Python interceptor offers the same names, and replaces
 callables as attributes; `NATIVE` tells which interceptor is in force and `REASON` why.
@@ -52,10 +52,8 @@ __all__ = [
     "GatedRoutine",
     "Graphs",
     "Hook",
-    "KnownStorages",
     "Lock",
     "Mark",
-    "MemoryObserver",
     "Moments",
     "MomentsObserver",
     "PlanTable",
@@ -65,6 +63,8 @@ __all__ = [
     "ShapeCounter",
     "Site",
     "Snapshot",
+    "StorageObserver",
+    "StorageTracker",
     "Suspension",
     "active",
     "add_identity_type",

@@ -83,8 +83,8 @@ class ActionType(enum.Enum):
 
 # Shared by all actions without keyword arguments, so nothing may be added to it.
 NO_KWARGS: Mapping[str, Any] = MappingProxyType({})
-# Native code calls neither: it would not see a parameter `recomputed`.
-_WITH_RECOMPUTED = (interceptor.ShapeCounter, interceptor.ClockObserver)
+# Native code does not call these: they would not see a parameter `recomputed`.
+_WITH_RECOMPUTED = (interceptor.ShapeCounter, interceptor.ClockObserver, interceptor.StorageObserver)
 INSERT_BEFORE_OP = ActionType.INSERT_BEFORE_OP
 REPLACE_OP = ActionType.REPLACE_OP
 
@@ -139,7 +139,7 @@ class Action:
         self.opening = "opening" in mark_names
         self.innermost = "innermost" in mark_names
         self.takes_run = self._takes("run")
-        # Tallies and clocks have an attribute of that name, and no parameter.
+        # Objects that native code serves have an attribute of that name, and no parameter.
         self.takes_recomputed = not isinstance(func, _WITH_RECOMPUTED) and self._takes("recomputed")
         if self.takes_recomputed:
             self.kwargs = {**kwargs, "recomputed": False}
@@ -159,7 +159,7 @@ class Action:
         """Return the action for a recomputation of the op; None where its routine is not called.
 
         Observers were called in the first execution; those with a parameter `recomputed` are called again.
-        The attribute `recomputed` of a `Tally` or a `ClockObserver`, if there is one, sees recomputations.
+        The attribute `recomputed` of an object that native code serves, if there is one, sees recomputations.
         """
         if isinstance(self.func, _WITH_RECOMPUTED):
             routine = getattr(self.func, "recomputed", None)

@@ -161,28 +161,36 @@ class MomentsObserver(interceptor.MomentsObserver):
         self._is_first, self.moments, self.executions = True, None, 0
 
 
-class MemoryObserver(interceptor.MemoryObserver):
-    """Observer that native code calls only where a tensor has a storage that is not among known ones.
+class StorageObserver(interceptor.StorageObserver):
+    """Observer that follows the storages of an op's values; native code does so without a call of Python.
 
     One is inserted before an op and one after it; the one after it is also called where the op made backward
     ops, which may have saved further tensors.
 
     Args:
-        routine: Called with the values, `recomputed` and the options of an execution.
-        known: `interceptor.KnownStorages`, which observers share; the tool adds and discards addresses.
+        routine: Called with the values and the options of an execution that native code cannot follow.
+        find_recomputed: Returns the observer that takes the place of this one in recomputations.
+        tracker: `interceptor.StorageTracker`, which observers share.
+        number: Number of the op, to which the tracker ascribes the storages of its outputs.
         *before: Of the observer after an op: that before it.
     """
 
     __amanda_marks__ = frozenset({"observer"})
 
     def __init__(
-        self, routine: Callable[..., None], known: interceptor.KnownStorages, *before: MemoryObserver
-    ) -> None:
-        super().__init__(known, *before)
-        self._routine = routine
+        self, routine: Callable[..., None], find_recomputed: Callable[[], StorageObserver],
+        tracker: interceptor.StorageTracker, number: int, *before: StorageObserver,
+    ) -> None:  # fmt: skip
+        super().__init__(tracker, number, *before)
+        self._routine, self._find_recomputed = routine, find_recomputed
 
-    def __call__(self, *values: Any, recomputed: bool = False, **options: Any) -> None:
-        self._routine(*values, recomputed=recomputed, **options)
+    def __call__(self, *values: Any, **options: Any) -> None:
+        self._routine(*values, **options)
+
+    @property
+    def recomputed(self) -> StorageObserver:
+        """Return the observer of recomputations."""
+        return self._find_recomputed()
 
 
 class ClockObserver(interceptor.ClockObserver):

@@ -190,33 +190,6 @@ class MomentsObserver:
     executions = 0
 
 
-class KnownStorages:
-    """Storages of tensors, by the address of each; nothing is known where Python calls every observer."""
-
-    def add(self, storage: int) -> None:
-        """Know the storage at an address, until its memory is another."""
-
-    def discard(self, storage: int) -> None:
-        """Forget the storage at an address."""
-
-
-class MemoryObserver:
-    """Base of observers that native code calls only where a tensor has a storage that is not known.
-
-    Args:
-        known: Storages of which the observers need to hear nothing.
-        before: Observer before an op, of the one after it, which native code also calls where the op has made
-            backward ops.
-    """
-
-    def __init__(self, known: KnownStorages, before: "MemoryObserver | None" = None) -> None:
-        self.before = before
-
-    def take_number(self) -> int:
-        """Return the number of the next backward op before the execution; -1 if Python has begun it."""
-        return -1
-
-
 class Reader(_NativeAlone):
     """A reader of tensors for native code."""
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import amanda
 from amanda import interceptor
 from amanda.action import ClockObserver
-from amanda.tools.profile._records import GRAPH, ExecutionLog, OpProfile, StorageTracker
+from amanda.tools.profile._records import GRAPH, ExecutionLog, OpProfile, name_of
 
 
 class _TimedOp(NamedTuple):
@@ -191,13 +191,13 @@ class Recorder:
 
     on_end: called when recording stops.
     profiles: by the ids of the forward and the backward op.  clocks: by name of the device.
-    memory: with the peaks of recorded steps.  log: for the timeline.
+    storages: with the peaks of recorded steps.  log: for the timeline.
     clock: for the ops of `nested_routines`; its numbers are the indices of profiles.
     """
 
     def __init__(self, schedule: Schedule, limit: int, on_end: Callable[[], None] = lambda: None) -> None:
         self.schedule = schedule
-        self.memory = StorageTracker(limit)
+        self.storages = interceptor.StorageTracker(limit)
         self.clocks: dict[str, DeviceClock] = {}
         self.profiles: dict[tuple[int, int | None], OpProfile] = {}
         self._on_end = on_end
@@ -212,7 +212,7 @@ class Recorder:
             op_profile.clear()
         for clock in self.clocks.values():
             clock.clear()
-        self.memory.clear()
+        self.storages.clear()
         self.log.clear()
         self._first_step = self._step
         self._begin_step()
@@ -246,7 +246,7 @@ class Recorder:
             self.clock.abandon()  # an execution that is partly recorded has no time
             if not recording:
                 self._on_end()
-            self.memory.set_recording(recording)
+            self.storages.record(recording)
 
     @property
     def recording(self) -> bool:
@@ -254,10 +254,13 @@ class Recorder:
         return self.clock.recording
 
     def collect(self) -> None:
-        """Add the times that the clock has measured to the profiles."""
+        """Add the times that the clock has measured, and the bytes of new storages, to the profiles."""
         for op_profile in self.profiles.values():
             if sums := self.clock.take(op_profile.index):
                 op_profile.add(*sums)
+            allocated = self.storages.take_allocated(op_profile.index)
+            if allocated is not None:
+                op_profile.allocated = (op_profile.allocated or 0) + allocated
 
     def recomputation(self, op_profile: OpProfile) -> OpProfile:
         """Return the profile of an op's executions that run again in the backward pass, new at first."""
@@ -267,6 +270,13 @@ class Recorder:
                 op_profile.id, op_profile.op_id, runs_others=op_profile.runs_others, index=len(self.profiles),
             )  # fmt: skip
         return op_profile.recomputation
+
+    def follow(self, storages: Iterable[Any], owner: OpProfile | None) -> None:
+        """Follow storages that an op allocated or, for owner None, reads; a known one keeps its owner."""
+        number = -1 if owner is None else owner.index
+        for storage in storages:
+            device = name_of(storage.device)
+            self.storages.follow(storage, storage._cdata, storage.nbytes(), device, number)
 
     def nested_routines(self, op_profile: OpProfile, probes: Sequence[Probe] = ()) -> Routines:
         """Return routines for an op that begins and ends on one thread, nested in other ops."""

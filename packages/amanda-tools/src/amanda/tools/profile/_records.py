@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from array import array
-from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
-from time import perf_counter_ns
 from typing import Any, NamedTuple
 
 from amanda import interceptor
@@ -111,6 +108,10 @@ def summed(profiles: Sequence[OpProfile]) -> OpProfile:
     return total
 
 
+OLDER = OpProfile("given", "parameters, inputs, older tensors", "", "")
+"""Owner of the storages that no recorded op allocated: parameters, inputs."""
+
+
 # A device's text is built anew at each call, which is slower than the rest of a routine.
 name_of = cache(str)
 """Return the name of a device."""
@@ -132,155 +133,6 @@ class Peak:
         if other_bytes := sum(size for _, size in self.owners[3:]):
             parts.append(f"{amount(other_bytes, 'B')} other ops")
         return f"peak of {amount(self.size, 'B')} on {self.device}: {'; '.join(parts)}"
-
-
-@dataclass(eq=False, slots=True)
-class DeviceMemory:
-    """Live bytes of one device, by the ops that allocated them, and their peak in recorded steps.
-
-    recording: whether steps are recorded.  limit: number of changes kept for the timeline.
-    peak: the most bytes alive in recorded steps, None before any.  alive: bytes now.
-    older_bytes: bytes that no recorded op allocated, which `older_tensors` owns.  bytes_by_owner: live ones.
-    changes_since_peak: bytes added to `bytes_by_owner` since the peak, which gives the owners at the peak.
-    history: nanoseconds, and live bytes without the older bytes until then, after each change.
-    """
-
-    name: str
-    limit: int
-    recording: bool
-    peak: int | None
-    older_tensors: OpProfile = field(
-        default_factory=partial(OpProfile, "given", "parameters, inputs, older tensors", "", "")
-    )
-    alive: int = 0
-    older_bytes: int = 0
-    bytes_by_owner: defaultdict[OpProfile, int] = field(default_factory=lambda: defaultdict(int))
-    changes_since_peak: defaultdict[OpProfile, int] = field(default_factory=lambda: defaultdict(int))
-    history: list[tuple[int, int]] = field(default_factory=list)
-
-    def change_bytes(self, owner: OpProfile, size: int, when: int | None = None) -> None:
-        """Add to the live bytes of an op; size: negative for freed bytes.  when: in ns; None for now."""
-        self.bytes_by_owner[owner] += size
-        self.changes_since_peak[owner] += size
-        self.alive += size
-        if self.recording:
-            # Only an allocation can raise the peak.
-            if size > 0:
-                self.note_peak()
-            if len(self.history) < self.limit:
-                self.history.append((when or perf_counter_ns(), self.alive - self.older_bytes))
-
-    def add_older_bytes(self, size: int) -> None:
-        """Add bytes that were alive before the scope, and so at the peak, but are first read now."""
-        self.bytes_by_owner[self.older_tensors] += size
-        self.alive += size
-        self.older_bytes += size
-        if self.peak is not None:
-            self.peak += size
-
-    def note_peak(self) -> None:
-        """Set the peak to the present bytes if these are more."""
-        # Also an equal peak: the latest of equal ones has the fewest changes since.
-        if self.peak is None or self.alive >= self.peak:
-            self.peak = self.alive
-            self.changes_since_peak.clear()
-
-    def find_peak(self) -> Peak:
-        """Return the peak, with the bytes of each owner at that time."""
-        sizes = [
-            (owner, size - self.changes_since_peak.get(owner, 0))
-            for owner, size in self.bytes_by_owner.items()
-        ]
-        owners = sorted(((owner, size) for owner, size in sizes if size), key=lambda item: -item[1])
-        return Peak(self.name, self.peak or 0, owners)
-
-
-class _LiveStorage(NamedTuple):
-    reference: weakref.ref[Any]
-    size: int
-    owner: OpProfile
-    device: DeviceMemory
-
-
-class StorageTracker:
-    """Live storages of PyTorch, with the op that allocated each; weak references report their end.
-
-    Storages that an op reads and no recorded op allocated belong to `older_tensors`: parameters, inputs.
-    limit: number of changes kept for the timeline.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._live_storage_by_id: dict[int, _LiveStorage] = {}
-        self._deaths: deque[tuple[int, int]] = deque()  # (id, nanoseconds), not processed yet
-        self.known_storages = interceptor.KnownStorages()  # of which `record_storages` need hear nothing
-        self._recording = False
-        self.devices: dict[str, DeviceMemory] = {}
-
-    def set_recording(self, recording: bool) -> None:
-        """Begin or stop to update the peaks of all devices."""
-        self.process_deaths()
-        self._recording = recording
-        for device in self.devices.values():
-            device.recording = recording
-            if recording:
-                device.note_peak()
-
-    def clear(self) -> None:
-        """Forget the peaks, but not the live storages."""
-        self.process_deaths()
-        for device in self.devices.values():
-            device.peak = None
-            device.history.clear()
-        self.set_recording(self._recording)
-
-    def record_storages(self, storages: Iterable[Any], maker: OpProfile | None) -> None:
-        """Record storages that an op allocated or, for maker None, reads; a known one keeps its owner."""
-        if self._deaths:
-            self.process_deaths()
-        live_storage_by_id = self._live_storage_by_id
-        for storage in storages:
-            # PyTorch has one Python object for a storage as long as that lives, so its id is a key.
-            key, size = id(storage), storage.nbytes()
-            live = live_storage_by_id.get(key)
-            self.known_storages.add(storage._cdata)
-            # An id is used again once its storage is gone, maybe before the death was processed.
-            if live is not None and live.reference() is storage:
-                if live.size != size:  # resized in place
-                    live.device.change_bytes(live.owner, size - live.size)
-                    live_storage_by_id[key] = live._replace(size=size)
-                continue
-            name = name_of(storage.device)
-            device = self.devices.get(name)
-            if device is None:
-                peak = 0 if self._recording else None
-                device = self.devices[name] = DeviceMemory(name, self._limit, self._recording, peak)
-            # The callback holds the queue, not the tracker, which may be dropped before.
-            on_death = partial(_note_death, self._deaths, key, self.known_storages, storage._cdata)
-            reference = weakref.ref(storage, on_death)
-            live_storage_by_id[key] = _LiveStorage(reference, size, maker or device.older_tensors, device)
-            if maker is None:
-                device.add_older_bytes(size)
-                continue
-            if self._recording:
-                maker.allocated = (maker.allocated or 0) + size
-            device.change_bytes(maker, size)
-
-    def process_deaths(self) -> None:
-        """Subtract the bytes of storages that have died, at the times of their deaths."""
-        while self._deaths:
-            key, when = self._deaths.popleft()
-            live = self._live_storage_by_id.get(key)
-            # Else the id belongs to a new storage already.
-            if live is not None and live.reference() is None:
-                del self._live_storage_by_id[key]
-                live.device.change_bytes(live.owner, -live.size, when)
-
-
-def _note_death(dead: deque[tuple[int, int]], key: int, known: Any, address: int, _: Any) -> None:
-    # Runs at any time, on any thread, also within this module: no more than this.
-    known.discard(address)
-    dead.append((key, perf_counter_ns()))
 
 
 GRAPH = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,7 +12,7 @@ from typing import Any, ClassVar
 
 from amanda.tools.profile import _trace
 from amanda.tools.profile._recorder import Recorder, floor
-from amanda.tools.profile._records import KEYS, OpProfile, Peak, Timeline, summed
+from amanda.tools.profile._records import KEYS, OLDER, OpProfile, Peak, Timeline, summed
 from amanda.tools.results import NOTHING, Column, KeyedResult, Result, amount, check_schema, made_of
 
 MS = 1e-6
@@ -122,22 +123,20 @@ class ProfileResult(KeyedResult):
             obstacle: Why there are no kernels, in words; "" without a reason.
         """
         recorder.collect()
-        copy_by_op = {op: summed([op]) for op in recorder.profiles.values()}
-        log, devices = recorder.log, recorder.memory.devices.values()
-        peaks = []
-        for peak in (device.find_peak() for device in devices if device.peak):
-            # Parameters and older tensors are not ops, and have no copy yet.
-            owners = [(copy_by_op.get(owner) or summed([owner]), size) for owner, size in peak.owners]
-            peaks.append(replace(peak, owners=owners))
-            for owner_copy, size in owners:
-                owner_copy.at_peak += size
-        # older bytes were alive before the first change, so every point of the history has all of them
-        alive = {
-            device.name: [(when, size + device.older_bytes) for when, size in device.history]
-            for device in devices
-        }
+        ops, log = [summed([op]) for op in recorder.profiles.values()], recorder.log
+        peaks, alive = [], {}
+        for device, peak, older_bytes, bytes_by_owner, history in recorder.storages.accounts():
+            numbers = iter(array("q", history))
+            # Older bytes were alive before the first change, so every point of the history has all of them.
+            alive[device] = [(when, size + older_bytes) for when, size in zip(numbers, numbers, strict=True)]
+            if peak > 0:
+                # Parameters and older tensors are not ops, and have no number.
+                owners = [(ops[number] if number >= 0 else replace(OLDER), size)
+                          for number, size in bytes_by_owner.items()]  # fmt: skip
+                for owner, size in owners:
+                    owner.at_peak += size
+                peaks.append(Peak(device, peak, sorted(owners, key=lambda item: -item[1])))
         steps, step_count, duration = log.steps()
-        ops = list(copy_by_op.values())
         timeline = Timeline(log.events(ops), dict(log.threads), steps, alive, log.dropped)
         executed = [op for op in ops if op.calls]
         return cls(executed, peaks, timeline, step_count, duration, str(recorder.schedule), obstacle)

@@ -11,7 +11,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 import amanda
-from amanda.action import MemoryObserver
+from amanda.action import StorageObserver
 from amanda.errors import OptionError
 from amanda.options import NonNegativeInt, PositiveInt, checked
 from amanda.tools.kit import RequiredNames, leaves, tensors_of, torch_tensors
@@ -276,7 +276,6 @@ class ProfileTool(amanda.Tool):
         for clock in self._recorder.clocks.values():
             clock.wait()
         self._read_kernels()
-        self._recorder.memory.process_deaths()
         result = ProfileResult.of(self._recorder, self._kernel_profiler.obstacle)
         result.remarks = [f"{len(ops):,} ops {why}." for why, ops in self._untimed_ops_by_reason.items()]
         result.remarks += [
@@ -310,15 +309,10 @@ class ProfileTool(amanda.Tool):
         if context.is_backward():
             insert_before, insert_after = context.insert_before_backward_op, context.insert_after_backward_op
         op_profile = self._profile_of(context, facts)
-        if self._records_memory and (storages_of := facts.storages_of) is not None:
-            # Only forward ops save tensors.
-            next_number = facts.next_sequence_number if context.is_forward() else None
-            saved_since = facts.storages_saved_since if context.is_forward() else None
-            known = self._recorder.memory.known_storages
-            before = MemoryObserver(self._record_inputs, known)
-            after, options = MemoryObserver(self._record_outputs, known, before), {"storages_of": storages_of}
-            insert_before(before, before=before, next_number=next_number, **options)
-            insert_after(after, before=before, op_profile=op_profile, saved_since=saved_since, **options)
+        if self._records_memory and facts.storages_of is not None:
+            before, after = self._storage_observers(op_profile, facts, context.is_forward())
+            insert_before(before)
+            insert_after(after)
         elif self._records_memory and facts.output_bytes is not None:
             insert_after(self._add_output_bytes, op_profile=op_profile, bytes_of=facts.output_bytes)
         if facts.runs_in_parallel:
@@ -354,26 +348,40 @@ class ProfileTool(amanda.Tool):
             )  # fmt: skip
         return profiles[op_id, backward_op_id]
 
-    def _record_inputs(self, *inputs: Any, before: Any, storages_of: Any, next_number: Any, **_: Any) -> None:
-        """Record the memory of an op's inputs, and the number of autograd's next node, of a forward op."""
-        before.take_number()
-        if next_number is not None:
-            # By thread: autograd numbers the nodes of each thread apart.
-            self._sequence_number_by_thread[get_ident()] = next_number()
-        self._recorder.memory.record_storages(storages_of(inputs), maker=None)
+    def _storage_observers(
+        self, op_profile: OpProfile, facts: MeasuringFacts, is_forward: bool
+    ) -> tuple[StorageObserver, StorageObserver]:
+        """Return the observers before and after an op that follow the storages of its values.
 
-    def _record_outputs(
-        self, *outputs: Any, before: MemoryObserver, op_profile: OpProfile, storages_of: Any,
-        saved_since: Any, recomputed: bool,
-    ) -> None:  # fmt: skip
-        """Record the memory of an op's outputs, and of what a forward op saved for its backward pass."""
-        if recomputed:
-            op_profile = self._recorder.recomputation(op_profile)
-        self._recorder.memory.record_storages(storages_of(outputs), op_profile)
-        if saved_since is not None:
-            number = before.take_number()  # -1 where Python has recorded the inputs
-            first_number = self._sequence_number_by_thread[get_ident()] if number < 0 else number
-            self._recorder.memory.record_storages(saved_since(outputs, first_number), op_profile)
+        Native code calls them where it cannot; the one after a forward op also follows what the op saved for
+        its backward pass.
+        """
+        recorder, storages_of = self._recorder, facts.storages_of
+        assert storages_of is not None
+
+        def follow_inputs(*inputs: Any) -> None:
+            before.take_number()
+            if is_forward and facts.next_sequence_number is not None:
+                # By thread: autograd numbers the nodes of each thread apart.
+                self._sequence_number_by_thread[get_ident()] = facts.next_sequence_number()
+            recorder.follow(storages_of(inputs), None)
+
+        before = StorageObserver(follow_inputs, lambda: before, recorder.storages, op_profile.index)
+
+        def observer_after(profile: OpProfile) -> StorageObserver:
+            def follow_outputs(*outputs: Any) -> None:
+                recorder.follow(storages_of(outputs), profile)
+                if is_forward and facts.storages_saved_since is not None:
+                    number = before.take_number()  # -1 where Python has followed the inputs
+                    since = self._sequence_number_by_thread[get_ident()] if number < 0 else number
+                    recorder.follow(facts.storages_saved_since(outputs, since), profile)
+
+            def find_recomputed() -> StorageObserver:
+                return observer_after(recorder.recomputation(profile))
+
+            return StorageObserver(follow_outputs, find_recomputed, recorder.storages, profile.index, before)
+
+        return before, observer_after(op_profile)
 
     @amanda.observer
     def _add_output_bytes(

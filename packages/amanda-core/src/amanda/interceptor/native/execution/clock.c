@@ -48,16 +48,6 @@ typedef struct {
 
 static PyTypeObject Clock_Type;
 
-/* The clock of time.perf_counter_ns. */
-static inline int64_t nanoseconds(void) {
-#if PY_VERSION_HEX >= 0x030D0000
-    PyTime_t now = 0;
-    return PyTime_PerfCounterRaw(&now) ? 0 : now;
-#else
-    return _PyTime_GetPerfCounter();
-#endif
-}
-
 static inline uint64_t thread_key(unsigned long thread) { return (uint64_t)thread + 1; } /* 0 is no key */
 
 /* ---- executions under way ---- */
@@ -206,7 +196,7 @@ static Observation observe_clock(Observer *observer, Thread *Py_UNUSED(thread), 
     return failed ? OBSERVER_FAILED : OBSERVED;
 }
 
-static PyObject *observer_call(ClockObserver *self, PyObject *Py_UNUSED(args), PyObject *Py_UNUSED(kwargs)) {
+static PyObject *clock_observer_call(ClockObserver *self, PyObject *Py_UNUSED(args), PyObject *Py_UNUSED(kwargs)) {
     PyObject *tag = NULL;
     if (!self->clock) return PyErr_Format(PyExc_ValueError, "the observer has no clock");
     if (!self->stops && start(self->clock, self->number, NULL)) return PyErr_NoMemory();
@@ -215,7 +205,7 @@ static PyObject *observer_call(ClockObserver *self, PyObject *Py_UNUSED(args), P
     Py_RETURN_NONE;
 }
 
-static PyObject *observer_new(PyTypeObject *type, PyObject *Py_UNUSED(args), PyObject *Py_UNUSED(kwargs)) {
+static PyObject *clock_observer_new(PyTypeObject *type, PyObject *Py_UNUSED(args), PyObject *Py_UNUSED(kwargs)) {
     ClockObserver *self = (ClockObserver *)type->tp_alloc(type, 0); /* subtypes take what they like */
     if (!self) return NULL;
     self->base.observe = observe_clock;
@@ -223,7 +213,7 @@ static PyObject *observer_new(PyTypeObject *type, PyObject *Py_UNUSED(args), PyO
     return (PyObject *)self;
 }
 
-static int observer_init(ClockObserver *self, PyObject *args, PyObject *kwargs) {
+static int clock_observer_init(ClockObserver *self, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"clock", "number", "stops", NULL};
     PyObject *clock;
     int stops = 0;
@@ -233,12 +223,12 @@ static int observer_init(ClockObserver *self, PyObject *args, PyObject *kwargs) 
     return 0;
 }
 
-static int observer_traverse(ClockObserver *self, visitproc visit, void *arg) {
+static int clock_observer_traverse(ClockObserver *self, visitproc visit, void *arg) {
     Py_VISIT(self->clock);
     return 0;
 }
 
-static void observer_dealloc(ClockObserver *self) {
+static void clock_observer_dealloc(ClockObserver *self) {
     PyObject_GC_UnTrack(self);
     Py_CLEAR(self->clock);
     Py_TYPE(self)->tp_free(self);
@@ -250,11 +240,11 @@ static PyTypeObject ClockObserver_Type = {
     .tp_base = &Observer_Type,
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE,
     .tp_doc = "ClockObserver(clock, number, stops=False): routine that starts an execution before an op, or stops it after the op.",
-    .tp_new = observer_new,
-    .tp_init = (initproc)observer_init,
-    .tp_call = (ternaryfunc)observer_call,
-    .tp_dealloc = (destructor)observer_dealloc,
-    .tp_traverse = (traverseproc)observer_traverse,
+    .tp_new = clock_observer_new,
+    .tp_init = (initproc)clock_observer_init,
+    .tp_call = (ternaryfunc)clock_observer_call,
+    .tp_dealloc = (destructor)clock_observer_dealloc,
+    .tp_traverse = (traverseproc)clock_observer_traverse,
 };
 
 /* ---- for Python ---- */

@@ -21,9 +21,19 @@ typedef struct Observer {
     enum { ALL_VALUES, SELECTED_VALUES, NO_VALUES } reads; /* ALL: it serves no routine that selects some */
 } Observer;
 
+/* The clock of time.perf_counter_ns. */
+static inline int64_t nanoseconds(void) {
+#if PY_VERSION_HEX >= 0x030D0000
+    PyTime_t now = 0;
+    return PyTime_PerfCounterRaw(&now) ? 0 : now;
+#else
+    return _PyTime_GetPerfCounter();
+#endif
+}
+
 extern PyTypeObject Observer_Type;
 int observer_boot(PyObject *names);
-int memory_boot(PyObject *names);
+int storages_boot(PyObject *names);
 int clock_boot(PyObject *names);
 
 #endif
