@@ -136,7 +136,7 @@ class Clock:
         return self._sums.pop(number, None)
 
     def log(self) -> bytes:
-        """Return the executions in the order of their ends, four int64 each: number, begin, duration, thread."""
+        """Return the executions by their ends, four int64 each: number, begin, duration, thread."""
         return self._log.tobytes()
 
 

@@ -45,6 +45,15 @@ class _Account:
                  for owner in sorted(self.bytes_by_owner)]  # fmt: skip
         return {owner: size for owner, size in sizes if size}
 
+    def without_live_bytes(self) -> "_Account":
+        """Return an account with the same peak, of storages that have ended since."""
+        account = _Account(self.peak)
+        account.changes_since_peak.update({owner: -size for owner, size in self.owners_at_peak().items()})
+        account.bytes_by_owner.update(dict.fromkeys(account.changes_since_peak, 0))
+        for when, size in zip(self.history[::2], self.history[1::2], strict=True):
+            account.history.extend((when, size + self.older))  # `older` is 0 from now on
+        return account
+
 
 class _LiveStorage(NamedTuple):
     reference: weakref.ref[Any]
@@ -69,9 +78,12 @@ class StorageTracker:
         self._deaths: deque[tuple[int, int]] = deque()  # address and nanoseconds, not processed yet
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state of a copy, which follows no storages."""
+        """Return the state of a copy, which has the peaks and follows no storages."""
         self._process_deaths()
-        return {**vars(self), "_live_by_address": {}}
+        accounts = {
+            device: account.without_live_bytes() for device, account in self._account_by_device.items()
+        }
+        return {**vars(self), "_live_by_address": {}, "_account_by_device": accounts, "_deaths": deque()}
 
     def record(self, recording: bool) -> None:
         """Begin or stop to update the peaks.
@@ -181,9 +193,7 @@ class StorageObserver:
             backward ops.
     """
 
-    def __init__(
-        self, tracker: StorageTracker, number: int, before: "StorageObserver | None" = None
-    ) -> None:
+    def __init__(self, tracker: StorageTracker, number: int, before: "StorageObserver | None" = None) -> None:
         self.before = before
 
     def take_number(self) -> int:
