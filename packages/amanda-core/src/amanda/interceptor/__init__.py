@@ -52,6 +52,7 @@ __all__ = [
     "GatedRoutine",
     "Graphs",
     "Hook",
+    "HookRegistrar",
     "Lock",
     "Mark",
     "Moments",

@@ -106,6 +106,28 @@ class Hook(_NativeAlone):
         raise NotImplementedError
 
 
+class HookRegistrar(_NativeAlone):
+    """What the framework calls to register a hook at a node: quick for a `Hook`.
+
+    Args:
+        other: Called for any other hook; returns the node's hooks, and a handle.
+    """
+
+    def __call__(self, hooks: dict[Any, Any] | None, hook: Any) -> tuple[dict[Any, Any], Any]:
+        """Return the node's hooks with the new one, and a handle."""
+        raise NotImplementedError
+
+    @staticmethod
+    def add(hooks: dict[Any, Any] | None, hook: Any) -> tuple[dict[Any, Any], Any]:
+        """Add a hook to those of a node; return the hooks, and a handle with `remove()` and `hook`.
+
+        Args:
+            hooks: Those of the node; None where it has none yet.
+            hook: The new one.
+        """
+        raise NotImplementedError
+
+
 class Program(_NativeAlone):
     """Routines around an op, which native code runs."""
 

@@ -37,7 +37,8 @@ int amanda_boot(void *names) {
                      ordinal_boot(names) || lock_boot(names) || extent_boot(names) || probe_boot(names) || /* interception */
                      execution_boot(names) || statistics_boot(names) || observer_boot(names) ||
                      storages_boot(names) || clock_boot(names) ||                        /* execution */
-                     add_type(names, "Reader", &Reader_Type) || graph_boot(names) ||   /* pytorch */
+                     add_type(names, "Reader", &Reader_Type) || graph_boot(names) ||
+                     hooks_boot(names) ||                                              /* pytorch */
                      moments_boot(names) || finite_boot(names);                        /* statistics */
         if (failed) PyErr_Print();
         result = failed ? BOOT_FAILED : BOOTED;

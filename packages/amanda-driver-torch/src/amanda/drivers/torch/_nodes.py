@@ -1,17 +1,14 @@
 """Hooks at autograd's nodes, counts of backward passes, and graphs too deep for torch to free recursively."""
 
 import threading
-from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
-from itertools import count
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from amanda.backend import Patches
-from amanda.interceptor import NATIVE, Hook, Mark
+from amanda.interceptor import NATIVE, Hook, HookRegistrar, Mark
 
 FREED_AFTER_KEY = "amanda.relief"
-_hook_numbers = count(-1, -1)  # downwards, as torch numbers its handles upwards from 0
 
 
 class NodeHooks:
@@ -32,11 +29,7 @@ class QuickHooks:
 def remove_hook_handles(handles: list[tuple[Any, Any]]) -> None:
     """Remove hooks from nodes, and empty the list; handles: pairs of a node and what registering returned."""
     for _, handle in handles:
-        if type(handle) is tuple:  # of a hook that `register_hooks_without_handles` made torch register
-            hook_by_number, number = handle
-            hook_by_number.pop(number, None)
-        else:
-            handle.remove()
+        handle.remove()
     handles.clear()
 
 
@@ -50,24 +43,20 @@ def register_hooks_without_handles(patches: Patches) -> None:
     if original is None or not NATIVE:
         return
 
-    def register_hook(hook_by_number: Any, hook: Any) -> tuple[Any, Any]:
-        """Return a node's hooks with a new hook, and what `remove_hook_handles` removes it by.
+    def register_hook(hook_by_key: Any, hook: Any) -> tuple[Any, Any]:
+        """Return a node's hooks with a new hook that is not native, and its handle.
 
         A hook that is not the driver's is noted in `NodeHooks`, and registered by torch's function.
-        hook_by_number: the node's dict of hooks; None if it has none yet.
+        hook_by_key: the node's dict of hooks; None if it has none yet.
         """
+        if isinstance(getattr(hook, "__self__", None), QuickHooks):
+            return HookRegistrar.add(hook_by_key, hook)
         # The program's hooks, and those of libraries, get the handle that torch promises.
-        if type(hook) is not Hook and not isinstance(getattr(hook, "__self__", None), QuickHooks):
-            NodeHooks.of_program = True
-            registered: tuple[Any, Any] = original(hook_by_number, hook)
-            return registered
-        if hook_by_number is None:
-            hook_by_number = OrderedDict()
-        number = next(_hook_numbers)
-        hook_by_number[number] = hook
-        return hook_by_number, (hook_by_number, number)
+        NodeHooks.of_program = True
+        registered: tuple[Any, Any] = original(hook_by_key, hook)
+        return registered
 
-    patches.set(torch.autograd.Function, "_register_hook", staticmethod(register_hook))
+    patches.set(torch.autograd.Function, "_register_hook", staticmethod(HookRegistrar(register_hook)))
 
 
 class PassCounts:
@@ -120,7 +109,7 @@ class PassCounts:
             for hook in hooks:
                 hook.count_again()
         elif form is not None and not NodeHooks.of_program:
-            hooks = [hook_by_number[number] for _, (hook_by_number, number) in node_handles]
+            hooks = [handle.hook for _, handle in node_handles]
             if all(hook.repeats for hook in hooks):
                 while len(self._record_by_form) >= self.limit:
                     oldest_form = next(iter(self._record_by_form), None)
