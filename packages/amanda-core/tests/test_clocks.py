@@ -226,3 +226,37 @@ def test_tracker_that_has_ended_hears_of_no_death() -> None:
         make(10).follow(storage, storage.address, storage.size, "cpu", 0)
     del storage
     gc.collect()
+
+
+def test_number_that_no_op_has_is_an_error() -> None:
+    clock = interceptor.Clock(10)
+    for number in (-1, 1 << 24, 1 << 40):
+        with pytest.raises(ValueError, match=r"from 0 to 16777215, not -?\d+"):
+            clock.start(number)
+        with pytest.raises(ValueError, match=r"from 0 to 16777215"):
+            interceptor.ClockObserver(clock, number)
+
+
+@pytest.mark.parametrize("make", TRACKERS)
+def test_storage_that_is_followed_while_it_is_followed_counts_once(
+    make: Callable[..., Any],
+) -> None:
+    tracker, storage = make(10), Storage(1000)
+    tracker.record(True)
+
+    def follow(phase: str, _: Any) -> None:
+        if phase == "start":
+            tracker.follow(storage, storage.address, storage.size, "cpu", 1)
+
+    threshold = gc.get_threshold()
+    gc.callbacks.append(follow)
+    try:
+        gc.set_threshold(1)
+        tracker.follow(storage, storage.address, storage.size, "cpu", 1)
+    finally:
+        gc.set_threshold(*threshold)
+        gc.callbacks.remove(follow)
+    (account,) = tracker.accounts()
+    assert account[1] == 1000
+    storage = Storage(1)
+    assert tracker.accounts()[0][4][-8:] == (0).to_bytes(8, "little")

@@ -426,6 +426,22 @@ def resized() -> None:
         torch.nn.functional.dropout(z, 0.5).sum().backward()
 
 
+def emptied_and_refilled() -> None:
+    storage = torch.ones(8000).untyped_storage()
+    x = torch.empty(0).set_(storage, 0, (8000,))  # type: ignore[call-overload]
+    for size in (0, 32000, 0, 64000, 64000):
+        storage.resize_(size)
+        x.view(4, 2000)  # torch would read beyond the memory in an op that computes
+        torch.zeros(2).add(1)
+
+
+def on_meta() -> None:
+    x = torch.empty(4, device="meta")
+    for size in (10, 100_000, 10):
+        x.resize_(size)
+        x.add_(1)
+
+
 def checkpointed() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.5), torch.nn.Tanh())
     for _ in range(3):
@@ -433,7 +449,7 @@ def checkpointed() -> None:
         torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False).sum().backward()
 
 
-@pytest.mark.parametrize("program", [training(), in_place, resized, checkpointed])
+@pytest.mark.parametrize("program", [training(), in_place, resized, emptied_and_refilled, on_meta, checkpointed])
 def test_profile_tells_the_memory_that_it_tells_when_python_looks(
     program: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

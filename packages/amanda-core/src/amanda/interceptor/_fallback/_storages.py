@@ -122,10 +122,14 @@ class StorageTracker:
                 self._change_bytes(device, live.owner, size - live.size)
                 self._live_by_address[address] = live._replace(size=size)
             return
+        reference = weakref.ref(storage, _note_death(self._deaths, address))
+        # To make the reference may run a garbage collection, and there ops that follow the same storage.
+        live = self._live_by_address.get(address)
+        if live is not None and live.reference() is storage:
+            return
         account = self._account_by_device.get(device)
         if account is None:
             account = self._account_by_device[device] = _Account(0 if self._recording else -1)
-        reference = weakref.ref(storage, _note_death(self._deaths, address))
         self._live_by_address[address] = _LiveStorage(reference, size, owner, device)
         if owner == _OLDER:  # alive before, and so at the peak
             account.bytes_by_owner[owner] += size
@@ -168,8 +172,11 @@ class StorageTracker:
 
     def _process_deaths(self) -> None:
         """Subtract the bytes of storages that have died, at the times of their deaths."""
-        while self._deaths:
-            address, when = self._deaths.popleft()
+        while True:
+            try:  # another thread may take the last one
+                address, when = self._deaths.popleft()
+            except IndexError:
+                return
             live = self._live_by_address.get(address)
             # Else the address belongs to a new storage already.
             if live is not None and live.reference() is None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import amanda
 from amanda import interceptor
 from amanda.action import ClockObserver
-from amanda.tools.profile._records import GRAPH, ExecutionLog, OpProfile, name_of
+from amanda.tools.profile._records import GRAPH, ExecutionLog, OpProfile, events_of, name_of
 
 
 class _TimedOp(NamedTuple):
@@ -208,7 +208,7 @@ class Recorder:
 
     def clear(self) -> None:
         """Forget all executions; the present step is the first."""
-        for op_profile in self.profiles.values():
+        for op_profile in list(self.profiles.values()):
             op_profile.clear()
         for clock in self.clocks.values():
             clock.clear()
@@ -255,7 +255,7 @@ class Recorder:
 
     def collect(self) -> None:
         """Add the times that the clock has measured, and the bytes of new storages, to the profiles."""
-        for op_profile in self.profiles.values():
+        for op_profile in list(self.profiles.values()):  # other threads may add some
             if sums := self.clock.take(op_profile.index):
                 op_profile.add(*sums)
             allocated = self.storages.take_allocated(op_profile.index)
@@ -355,4 +355,4 @@ def floor(samples: int = 200) -> float:
         begin()
         end()
     op_profile = OpProfile(phase="forward", type="", module="", source="")
-    return float(median(event.took for event in log.events([op_profile])))
+    return float(median(event.took for event in events_of(log.numbers(), [op_profile])))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -244,9 +244,14 @@ class ExecutionLog:
             return []
         return [RecordedStep(self.number, self.clock.step_begin, self.clock.step_end)]
 
-    def events(self, profiles: Sequence[OpProfile]) -> list[TimedExecution]:
-        """Return the executions sorted by begin, longer ones first.  profiles: of all ops, by index."""
-        numbers = iter(array("q", self.clock.log()))
-        rows = zip(numbers, numbers, numbers, numbers, strict=True)
-        events = [TimedExecution(profiles[index], *times) for index, *times in rows]
-        return sorted(events, key=lambda event: (event.begin, -event.took))
+    def numbers(self) -> array[int]:
+        """Return four numbers of each execution: index of the profile, begin, duration, and thread."""
+        return array("q", self.clock.log())
+
+
+def events_of(numbers: Iterable[int], profiles: Sequence[OpProfile]) -> list[TimedExecution]:
+    """Return the executions of a log sorted by begin, longer ones first.  profiles: of all ops, by index."""
+    number = iter(numbers)
+    rows = zip(number, number, number, number, strict=True)
+    events = [TimedExecution(profiles[index], *times) for index, *times in rows]
+    return sorted(events, key=lambda event: (event.begin, -event.took))

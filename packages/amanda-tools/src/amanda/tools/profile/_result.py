@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from amanda.tools.profile import _trace
 from amanda.tools.profile._recorder import Recorder, floor
-from amanda.tools.profile._records import KEYS, OLDER, OpProfile, Peak, Timeline, summed
+from amanda.tools.profile._records import KEYS, OLDER, OpProfile, Peak, Timeline, events_of, summed
 from amanda.tools.results import NOTHING, Column, KeyedResult, Result, amount, check_schema, made_of
 
 MS = 1e-6
@@ -122,10 +122,13 @@ class ProfileResult(KeyedResult):
             recorder: The recorder.
             obstacle: Why there are no kernels, in words; "" without a reason.
         """
+        log, accounts = recorder.log, recorder.storages.accounts()
+        executions, (steps, step_count, duration) = log.numbers(), log.steps()
         recorder.collect()
-        ops, log = [summed([op]) for op in recorder.profiles.values()], recorder.log
+        # Last: ops of other threads may go on, and what was read above belongs to these.
+        ops = [summed([op]) for op in list(recorder.profiles.values())]
         peaks, alive = [], {}
-        for device, peak, older_bytes, bytes_by_owner, history in recorder.storages.accounts():
+        for device, peak, older_bytes, bytes_by_owner, history in accounts:
             numbers = iter(array("q", history))
             # Older bytes were alive before the first change, so every point of the history has all of them.
             alive[device] = [(when, size + older_bytes) for when, size in zip(numbers, numbers, strict=True)]
@@ -136,8 +139,7 @@ class ProfileResult(KeyedResult):
                 for owner, size in owners:
                     owner.at_peak += size
                 peaks.append(Peak(device, peak, sorted(owners, key=lambda item: -item[1])))
-        steps, step_count, duration = log.steps()
-        timeline = Timeline(log.events(ops), dict(log.threads), steps, alive, log.dropped)
+        timeline = Timeline(events_of(executions, ops), dict(log.threads), steps, alive, log.dropped)
         executed = [op for op in ops if op.calls]
         return cls(executed, peaks, timeline, step_count, duration, str(recorder.schedule), obstacle)
 

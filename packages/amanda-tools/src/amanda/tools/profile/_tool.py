@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from _thread import get_ident
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -372,9 +373,10 @@ class ProfileTool(amanda.Tool):
             def follow_outputs(*outputs: Any) -> None:
                 recorder.follow(storages_of(outputs), profile)
                 if is_forward and facts.storages_saved_since is not None:
-                    number = before.take_number()  # -1 where Python has followed the inputs
-                    since = self._sequence_number_by_thread[get_ident()] if number < 0 else number
-                    recorder.follow(facts.storages_saved_since(outputs, since), profile)
+                    number = before.take_number()
+                    if number < 0:  # Python has followed the inputs
+                        number = self._sequence_number_by_thread.get(get_ident(), sys.maxsize)
+                    recorder.follow(facts.storages_saved_since(outputs, number), profile)
 
             def find_recomputed() -> StorageObserver:
                 return observer_after(recorder.recomputation(profile))

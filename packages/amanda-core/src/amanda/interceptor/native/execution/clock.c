@@ -42,11 +42,25 @@ typedef struct {
 typedef struct {
     Observer base;
     Clock *clock; /* owned */
-    unsigned int number;
+    uint32_t number;
     char stops;
 } ClockObserver;
 
 static PyTypeObject Clock_Type;
+
+#define NUMBER_LIMIT (1 << 24)
+
+/* Converter of the number of an op, for PyArg_Parse. */
+static int read_number(PyObject *value, void *number) {
+    long long given = PyLong_AsLongLong(value);
+    if (PyErr_Occurred()) return 0;
+    if (given < 0 || given >= NUMBER_LIMIT) {
+        PyErr_Format(PyExc_ValueError, "the number of an op is from 0 to %d, not %lld", NUMBER_LIMIT - 1, given);
+        return 0;
+    }
+    *(uint32_t *)number = (uint32_t)given;
+    return 1;
+}
 
 static inline uint64_t thread_key(unsigned long thread) { return (uint64_t)thread + 1; } /* 0 is no key */
 
@@ -217,7 +231,8 @@ static int clock_observer_init(ClockObserver *self, PyObject *args, PyObject *kw
     static char *names[] = {"clock", "number", "stops", NULL};
     PyObject *clock;
     int stops = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!I|p", names, &Clock_Type, &clock, &self->number, &stops)) return -1;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O&|p", names, &Clock_Type, &clock, read_number, &self->number, &stops))
+        return -1;
     self->stops = (char)stops;
     Py_XSETREF(self->clock, (Clock *)Py_NewRef(clock));
     return 0;
@@ -264,17 +279,17 @@ static int clock_init(Clock *self, PyObject *args, PyObject *kwargs) {
 }
 
 static PyObject *clock_start(Clock *self, PyObject *args) {
-    unsigned int number;
+    uint32_t number;
     PyObject *tag = NULL;
-    if (!PyArg_ParseTuple(args, "I|O", &number, &tag)) return NULL;
+    if (!PyArg_ParseTuple(args, "O&|O", read_number, &number, &tag)) return NULL;
     if (start(self, number, tag)) return PyErr_NoMemory();
     Py_RETURN_NONE;
 }
 
 static PyObject *clock_stop(Clock *self, PyObject *argument) {
-    unsigned long number = PyLong_AsUnsignedLong(argument);
+    uint32_t number;
     PyObject *tag = NULL;
-    if (PyErr_Occurred() || stop(self, (uint32_t)number, &tag)) return NULL;
+    if (!read_number(argument, &number) || stop(self, number, &tag)) return NULL;
     return tag ? tag : Py_NewRef(Py_None);
 }
 
@@ -286,17 +301,17 @@ static PyObject *clock_exclude(Clock *self, PyObject *argument) {
 }
 
 static PyObject *clock_add(Clock *self, PyObject *args) {
-    unsigned int number;
+    uint32_t number;
     long long begin, end;
     unsigned long thread;
-    if (!PyArg_ParseTuple(args, "ILLk", &number, &begin, &end, &thread)) return NULL;
+    if (!PyArg_ParseTuple(args, "O&LLk", read_number, &number, &begin, &end, &thread)) return NULL;
     if (log_execution(self, number, begin, end, thread)) return NULL;
     Py_RETURN_NONE;
 }
 
 static PyObject *clock_take(Clock *self, PyObject *argument) {
-    unsigned long number = PyLong_AsUnsignedLong(argument);
-    if (PyErr_Occurred()) return NULL;
+    uint32_t number;
+    if (!read_number(argument, &number)) return NULL;
     if (number >= self->sum_count || !self->sums[number].executions) Py_RETURN_NONE;
     Sums sums = self->sums[number];
     self->sums[number] = (Sums){0};

@@ -4,6 +4,7 @@
 #include <string.h>
 #include <structmember.h>
 
+#define NUMBER_LIMIT (1 << 24)
 #define OLDER (-1) /* owner of what no observed op has allocated: parameters, inputs, older tensors */
 
 typedef struct {
@@ -46,7 +47,7 @@ typedef struct {
 typedef struct {
     PyObject *reference; /* owned */
     Death *death;        /* owned */
-    const void *data;    /* address of its memory */
+    const void *data;    /* address of its memory, by which a resize is seen; NULL: none, or not read */
     int64_t size;
     int owner, account;
 } LiveStorage;
@@ -184,7 +185,7 @@ static PyObject *death_call(Death *self, PyObject *Py_UNUSED(args), PyObject *Py
 }
 
 static void resize(StorageTracker *tracker, LiveStorage *live, const void *data, int64_t size) {
-    if (data) live->data = data;
+    live->data = data;
     if (live->size != size) change_bytes(tracker, &tracker->accounts[live->account], live->owner, size - live->size);
     live->size = size;
 }
@@ -200,7 +201,7 @@ static int is_of(const LiveStorage *live, PyObject *storage) {
 #endif
 }
 
-/* Follow a storage from now on; a known one keeps its owner.  data: address of its memory; NULL: none, or not known.
+/* Follow a storage from now on; a known one keeps its owner.  data: address of its memory; NULL: none, or not read.
    -1: an exception. */
 static int follow(StorageTracker *tracker, PyObject *storage, uint64_t address, const void *data, int64_t size, int account, int owner) {
     LiveStorage *live = map_get(&tracker->live_storages, address);
@@ -208,19 +209,24 @@ static int follow(StorageTracker *tracker, PyObject *storage, uint64_t address, 
         resize(tracker, live, data, size);
         return 0;
     }
-    if (live) forget_storage(tracker, address); /* its death was not heard */
-    live = PyMem_Calloc(1, sizeof *live);
-    Death *death = live ? PyObject_New(Death, &Death_Type) : NULL;
-    if (death) {
-        death->tracker = NULL;
-        death->address = address;
+    Death *death = PyObject_New(Death, &Death_Type);
+    if (!death) return -1;
+    death->tracker = NULL;
+    death->address = address;
+    PyObject *reference = PyWeakref_NewRef(storage, (PyObject *)death); /* a garbage collection may run Python here */
+    live = reference ? map_get(&tracker->live_storages, address) : NULL;
+    if (live && is_of(live, storage)) {
+        Py_DECREF(reference);
+        Py_DECREF(death);
+        resize(tracker, live, data, size);
+        return 0;
     }
-    PyObject *reference = death ? PyWeakref_NewRef(storage, (PyObject *)death) : NULL;
-    /* No Python runs from here on, so that no storage ends meanwhile. */
-    if (!reference || map_set(&tracker->live_storages, address, live)) {
+    if (live) forget_storage(tracker, address); /* its death was not heard */
+    live = reference ? PyMem_Calloc(1, sizeof *live) : NULL;
+    if (!live || map_set(&tracker->live_storages, address, live)) {
         if (!PyErr_Occurred()) PyErr_NoMemory();
         Py_XDECREF(reference);
-        Py_XDECREF(death);
+        Py_DECREF(death);
         PyMem_Free(live);
         return -1;
     }
@@ -242,7 +248,7 @@ static Following follow_tensor(const StorageObserver *self, const Reader *reader
     const void *address = reader_storage(reader, value, &data);
     if (!address) return LEFT;
     LiveStorage *live = map_get(&tracker->live_storages, (uint64_t)(uintptr_t)address);
-    if (live && live->data == data) return FOLLOWED;
+    if (live && data && live->data == data) return FOLLOWED;
     Memory memory;
     if (!reader_host_memory(reader, value, &memory)) return LEFT;
     PyObject *storage = PyObject_CallMethodNoArgs(value, name_untyped_storage);
@@ -330,8 +336,9 @@ static PyObject *tracker_follow(StorageTracker *self, PyObject *args) {
     long long size;
     int owner;
     if (!PyArg_ParseTuple(args, "OKLUi", &storage, &address, &size, &device, &owner)) return NULL;
-    int account = address ? account_of(self, device) : -1;
     if (!address) return PyErr_Format(PyExc_ValueError, "the address of a storage is 0");
+    if (owner >= NUMBER_LIMIT) return PyErr_Format(PyExc_ValueError, "the number of an op is at most %d, not %d", NUMBER_LIMIT - 1, owner);
+    int account = account_of(self, device);
     if (account < 0 || follow(self, storage, address, NULL, size, account, owner < 0 ? OLDER : owner)) return NULL;
     Py_RETURN_NONE;
 }
@@ -363,13 +370,12 @@ static PyObject *tracker_take_allocated(StorageTracker *self, PyObject *argument
     return PyLong_FromLongLong(allocated);
 }
 
-/* The owners of an account's bytes at its peak. */
-static PyObject *owners_at_peak(const Account *account) {
+/* A dict of the owners of some bytes.  bytes: by owner, plus 1. */
+static PyObject *owners_of(const int64_t *bytes, uint32_t count) {
     PyObject *owners = PyDict_New();
-    for (uint32_t i = 0; owners && i < account->owner_count; i++) {
-        int64_t bytes = account->owned[i].alive - account->owned[i].at_peak_since;
-        if (!bytes) continue;
-        PyObject *owner = PyLong_FromLong((long)i - 1), *size = PyLong_FromLongLong(bytes);
+    for (uint32_t i = 0; owners && i < count; i++) {
+        if (!bytes[i]) continue;
+        PyObject *owner = PyLong_FromLong((long)i - 1), *size = PyLong_FromLongLong(bytes[i]);
         if (!owner || !size || PyDict_SetItem(owners, owner, size)) Py_CLEAR(owners);
         Py_XDECREF(owner);
         Py_XDECREF(size);
@@ -380,14 +386,17 @@ static PyObject *owners_at_peak(const Account *account) {
 static PyObject *tracker_accounts(StorageTracker *self, PyObject *Py_UNUSED(none)) {
     PyObject *accounts = PyList_New(0);
     for (int i = 0; accounts && i < self->account_count; i++) {
-        const Account *account = &self->accounts[i];
-        PyObject *owners = owners_at_peak(account);
-        PyObject *history = PyBytes_FromStringAndSize((char *)account->history, account->history_count * (Py_ssize_t)sizeof(Change));
-        account = &self->accounts[i];
-        PyObject *item = owners && history
-                             ? Py_BuildValue("OLLNN", account->device, (long long)account->peak, (long long)account->older, owners, history)
-                             : NULL;
+        /* A copy of all numbers of one moment: to make a dict may run Python, and ops. */
+        const Account account = self->accounts[i];
+        int64_t *bytes = PyMem_Malloc((account.owner_count + 1) * sizeof *bytes);
+        for (uint32_t j = 0; bytes && j < account.owner_count; j++) bytes[j] = account.owned[j].alive - account.owned[j].at_peak_since;
+        PyObject *history = PyBytes_FromStringAndSize((char *)account.history, account.history_count * (Py_ssize_t)sizeof(Change));
+        PyObject *owners = bytes && history ? owners_of(bytes, account.owner_count) : bytes ? NULL : PyErr_NoMemory();
+        PyObject *item = owners ? Py_BuildValue("OLLOO", account.device, (long long)account.peak, (long long)account.older, owners, history) : NULL;
         if (!item || PyList_Append(accounts, item)) Py_CLEAR(accounts);
+        PyMem_Free(bytes);
+        Py_XDECREF(owners);
+        Py_XDECREF(history);
         Py_XDECREF(item);
     }
     return accounts;
@@ -408,6 +417,7 @@ static PyObject *tracker_setstate(StorageTracker *self, PyObject *state) {
     const char *allocated;
     Py_ssize_t allocated_size;
     if (!PyArg_ParseTuple(state, "iO!y#", &recording, &PyList_Type, &accounts, &allocated, &allocated_size)) return NULL;
+    if (self->account_count || self->allocated) return PyErr_Format(PyExc_ValueError, "the tracker has followed storages already");
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(accounts); i++) {
         PyObject *device, *owners;
         long long peak, older;
@@ -427,6 +437,7 @@ static PyObject *tracker_setstate(StorageTracker *self, PyObject *state) {
         while (PyDict_Next(owners, &position, &owner, &size)) {
             long place = PyLong_AsLong(owner) + 1;
             long long bytes = PyLong_AsLongLong(size);
+            if (!PyErr_Occurred() && (place < 0 || place > NUMBER_LIMIT)) PyErr_Format(PyExc_ValueError, "no op has the number %ld", place - 1);
             if (PyErr_Occurred() || grow_owners(account, (uint32_t)place)) return NULL;
             account->owned[place] = (Owned){0, -bytes, 1};
             account->changed[account->changed_count++] = (uint32_t)place;
