@@ -299,11 +299,14 @@ class _BackwardPass:
                 )
                 if native_hooks is not None:
                     # Analysed before: its hooks are native or bound functions that need no step object.
-                    before, after, hooks_for_shapes = native_hooks
+                    before, after, after_alone, hooks_for_shapes = native_hooks
                     # These hooks depend on the shapes of vmaps' batches.
                     if hooks_for_shapes is not None:
-                        before, after, _ = hooks_for_shapes(_shapes_at(mark))
-                    if before is not None:
+                        before, after, after_alone, _ = hooks_for_shapes(_shapes_at(mark))
+                    # A hook costs more than most routines.
+                    if before is not None and before.is_idle:
+                        after = after_alone
+                    elif before is not None:
                         add_handle((node, node.register_prehook(before)))
                     if after is not None:
                         add_handle((node, node.register_hook(after)))
