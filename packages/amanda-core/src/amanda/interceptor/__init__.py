@@ -49,6 +49,7 @@ __all__ = [
     "GatedRoutine",
     "Graphs",
     "Hook",
+    "HookRegistrar",
     "KnownStorages",
     "Lock",
     "Mark",

@@ -253,8 +253,8 @@ class _BackwardPass:
         is_alone = stack is not None and len(stack.chain) == 1 and state.reuses_native_hooks
         may_repeat = is_alone and is_whole and self._is_last and not is_transform
         self.has_run_all = False
-        # None for a pass that neither repeats the counts of an earlier one nor is repeated.
-        self._counts = PassCounts(stack.passes) if stack is not None and may_repeat else None
+        # None: it neither repeats the counts of an earlier pass nor is repeated.
+        self._counts = PassCounts.of(stack.passes) if stack is not None and may_repeat else None
 
     def add_hooks(self, outputs: Sequence[Any]) -> None:
         """Have tools analyse new backward ops behind `outputs`, and hook nodes for routines; a hot path.
@@ -300,11 +300,9 @@ class _BackwardPass:
                 if native_hooks is not None:
                     # Analysed before: its hooks are native or bound functions that need no step object.
                     before, after, after_alone, hooks_for_shapes = native_hooks
-                    # These hooks depend on the shapes of vmaps' batches.
-                    if hooks_for_shapes is not None:
+                    if hooks_for_shapes is not None:  # they depend on the shapes of vmaps' batches
                         before, after, after_alone, _ = hooks_for_shapes(_shapes_at(mark))
-                    # A hook costs more than most routines.
-                    if before is not None and before.is_idle:
+                    if before is not None and before.is_idle:  # a hook costs more than most routines
                         after = after_alone
                     elif before is not None:
                         add_handle((node, node.register_prehook(before)))

@@ -8,10 +8,10 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from amanda.backend import Patches
-from amanda.interceptor import NATIVE, Hook, Mark
+from amanda.interceptor import NATIVE, Hook, HookRegistrar, Mark
 
 FREED_AFTER_KEY = "amanda.relief"
-_hook_numbers = count(-1, -1)  # downwards, as torch numbers its handles upwards from 0
+_hook_numbers = count(-1, -2)  # torch numbers its handles upwards from 0, native code by even numbers
 
 
 class NodeHooks:
@@ -51,13 +51,13 @@ def register_hooks_without_handles(patches: Patches) -> None:
         return
 
     def register_hook(hook_by_number: Any, hook: Any) -> tuple[Any, Any]:
-        """Return a node's hooks with a new hook, and what `remove_hook_handles` removes it by.
+        """Return a node's hooks with a hook in Python, and what `remove_hook_handles` removes it by.
 
         A hook that is not the driver's is noted in `NodeHooks`, and registered by torch's function.
         hook_by_number: the node's dict of hooks; None if it has none yet.
         """
         # The program's hooks, and those of libraries, get the handle that torch promises.
-        if type(hook) is not Hook and not isinstance(getattr(hook, "__self__", None), QuickHooks):
+        if not isinstance(getattr(hook, "__self__", None), QuickHooks):
             NodeHooks.of_program = True
             registered: tuple[Any, Any] = original(hook_by_number, hook)
             return registered
@@ -67,7 +67,11 @@ def register_hooks_without_handles(patches: Patches) -> None:
         hook_by_number[number] = hook
         return hook_by_number, (hook_by_number, number)
 
-    patches.set(torch.autograd.Function, "_register_hook", staticmethod(register_hook))
+    registrar = HookRegistrar(OrderedDict, register_hook)
+    patches.set(torch.autograd.Function, "_register_hook", staticmethod(registrar))
+
+
+_PASSES_WITHOUT = "passes without"  # key beside the forms, which are numbers
 
 
 class PassCounts:
@@ -90,12 +94,24 @@ class PassCounts:
 
     limit: ClassVar[int] = 16
     """Most forms that are remembered for one stack of tools."""
+    passes_without: ClassVar[int] = 15
+    """Number of passes that learn nothing, after one whose hooks do more than count."""
 
-    def __init__(self, record_by_form: dict[Any, PassRecord]) -> None:
+    def __init__(self, record_by_form: dict[Any, Any]) -> None:
         """record_by_form: the stack's, of earlier passes; this object adds to them."""
         self._record_by_form = record_by_form
         self._form_to_learn: Hashable = None  # None if nothing is to be learned
         self._hooks_to_repeat: Sequence[Hook] | None = None
+
+    @classmethod
+    def of(cls, record_by_form: dict[Any, Any]) -> "PassCounts | None":
+        """Return counts for a pass of a stack; None for some passes after one that could not be repeated."""
+        remaining = record_by_form.get(_PASSES_WITHOUT, 0)
+        if not remaining:
+            return cls(record_by_form)
+        # The form of a graph takes a walk through it, in vain for a tool that looks at values.
+        record_by_form[_PASSES_WITHOUT] = remaining - 1
+        return None
 
     def look_up(self, form: Hashable) -> bool:
         """Return True if a pass of this form has a record, to repeat; else note the form, to learn it."""
@@ -127,6 +143,8 @@ class PassCounts:
                     self._record_by_form.pop(oldest_form, None)
                 identities = [(mark.trace, mark.shapes) for mark in marks]
                 self._record_by_form[form] = self.PassRecord(hooks, identities)
+            else:
+                self._record_by_form[_PASSES_WITHOUT] = self.passes_without
 
     def drop_counts_to_repeat(self) -> bool:
         """Drop the counts that a failed pass was to repeat; return True if there were any."""

@@ -55,7 +55,7 @@ typedef struct {
     ShapeCode code;
 } Shapes;
 
-extern PyTypeObject CallCache_Type, Program_Type, Hook_Type;
+extern PyTypeObject CallCache_Type, Program_Type, Hook_Type, HookRegistrar_Type;
 int execution_boot(PyObject *names);
 
 /* Run the steps of a hook on a tuple of values.  entered: a tuple of the gradients that entered the op, for a hook after
