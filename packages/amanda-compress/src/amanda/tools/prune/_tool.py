@@ -21,14 +21,7 @@ from amanda.tools.prune._importance import (
     sum_of_squares,
     why_inputs_unread,
 )
-from amanda.tools.prune._masks import (
-    Array,
-    Pattern,
-    PatternName,
-    PruneError,
-    pattern_of,
-    row_keep_masks,
-)
+from amanda.tools.prune._masks import Array, Pattern, PatternName, PruneError, pattern_of, row_keep_masks
 from amanda.tools.prune._result import PruneResult, SemiStructured
 from amanda.tools.prune._weight import MaskUpdater, PrunedWeight
 from amanda.tools.select import Globs

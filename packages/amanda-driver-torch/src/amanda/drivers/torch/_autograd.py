@@ -268,7 +268,7 @@ class _BackwardPass:
         self._find_marked_nodes(outputs)
         # Looked up once, since the loop runs for every node of every pass.
         may_reuse_hooks = self._state.reuses_native_hooks and not (self._create_graph or self._is_transform)
-        stack, ids_hooked_elsewhere = self._state.stack, self._ids_hooked_elsewhere
+        stack, hooked_ids = self._state.stack, self._ids_hooked_elsewhere
         add_handle = self._node_handles.append
         # Of leaves that are not parameters; the mark is of the op that used a leaf first.
         last_index_by_mark_id: dict[int, int] = {}
@@ -285,9 +285,7 @@ class _BackwardPass:
                 last_index_by_mark_id[id(mark)] = last_index_by_mark_id.get(id(mark), -1) + 1
                 place = 2 * LEAF_PLACE + last_index_by_mark_id[id(mark)]
             # Another pass has hooks there; a transform stores no gradient in a leaf.
-            if (ids_hooked_elsewhere and id(node) in ids_hooked_elsewhere) or (
-                is_leaf and self._is_transform
-            ):
+            if (hooked_ids and id(node) in hooked_ids) or (is_leaf and self._is_transform):
                 continue
             if mark.order:  # of a backward op of backward ops
                 place += mark.order * _ORDER_STEP
