@@ -188,7 +188,7 @@ static PyObject *register_hook(PyObject *callable, PyObject *const *args, size_t
     if (PyVectorcall_NARGS(flags) != 2 || names || !Py_IS_TYPE(args[1], &Hook_Type))
         return PyObject_Vectorcall(self->other, args, flags, names);
     PyObject *hooks = args[0] == Py_None ? PyObject_CallNoArgs(self->new_hooks) : Py_NewRef(args[0]);
-    PyObject *number = PyLong_FromLongLong(self->number -= 2), *registered = NULL;
+    PyObject *number = PyLong_FromLongLong(__atomic_sub_fetch(&self->number, 2, __ATOMIC_RELAXED)), *registered = NULL;
     if (hooks && number && !PyObject_SetItem(hooks, number, args[1]))
         registered = Py_BuildValue("O(OO)", hooks, hooks, number);
     Py_XDECREF(hooks);
