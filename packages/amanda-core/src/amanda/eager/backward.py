@@ -65,6 +65,7 @@ def _compile_hooks(ops: EagerDriver, trace: Trace, op: Any, place: int) -> Nativ
             before = program_before.hook(reader, continuation, actions.before, False, *shapes)
         if program_after is not None:
             after = program_after.hook(reader, continuation, actions.after, False, *shapes)
+        if program_before is not None and program_after is not None:
             after_alone = program_after.hook(reader, continuation, actions.after, True, *shapes)
         return NativeHooks(before, after, after_alone)
 
@@ -77,7 +78,7 @@ class NativeHooks(NamedTuple):
 
     before, after: hooks on the gradients that enter and that leave the op; a hook returns the gradients to
     use, or None. The field is None where there is no routine.
-    after_alone: takes the place of both in a pass before which `before.is_idle` is true.
+    after_alone: takes the place of both in a pass before which `before.is_idle` is true; None without both.
     for_shapes: creates hooks for an execution with these shapes; None where all executions share the hooks.
     """
 

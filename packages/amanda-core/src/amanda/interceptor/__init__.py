@@ -49,7 +49,6 @@ __all__ = [
     "GatedRoutine",
     "Graphs",
     "Hook",
-    "HookRegistrar",
     "KnownStorages",
     "Lock",
     "Mark",

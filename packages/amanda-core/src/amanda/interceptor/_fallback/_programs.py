@@ -111,22 +111,6 @@ class Hook(_NativeAlone):
         raise NotImplementedError
 
 
-class HookRegistrar(_NativeAlone):
-    """Callable that puts a `Hook` into a dict of a framework's hooks, under a negative even number.
-
-    Args:
-        new_hooks: Creates the dict for a place that has none.
-        other: Called with the dict, or None, and a hook of another type.
-    """
-
-    def __init__(self, new_hooks: Callable[[], Any], other: Callable[[Any, Any], Any]) -> None:
-        raise NotImplementedError
-
-    def __call__(self, hook_by_number: Any, hook: Any) -> tuple[Any, Any]:
-        """Return the dict, and the pair of dict and number."""
-        raise NotImplementedError
-
-
 class Program(_NativeAlone):
     """Routines around an op, which native code runs."""
 

@@ -300,8 +300,8 @@ class _BackwardPass:
                     before, after, after_alone, hooks_for_shapes = native_hooks
                     if hooks_for_shapes is not None:  # they depend on the shapes of vmaps' batches
                         before, after, after_alone, _ = hooks_for_shapes(_shapes_at(mark))
-                    if before is not None and before.is_idle:  # a hook costs more than most routines
-                        after = after_alone
+                    if before is not None and after_alone is not None and before.is_idle:
+                        after = after_alone  # a hook costs more than most routines
                     elif before is not None:
                         add_handle((node, node.register_prehook(before)))
                     if after is not None:

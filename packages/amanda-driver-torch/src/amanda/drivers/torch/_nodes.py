@@ -8,10 +8,10 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from amanda.backend import Patches
-from amanda.interceptor import NATIVE, Hook, HookRegistrar, Mark
+from amanda.interceptor import NATIVE, Hook, Mark
 
 FREED_AFTER_KEY = "amanda.relief"
-_hook_numbers = count(-1, -2)  # torch numbers its handles upwards from 0, native code by even numbers
+_hook_numbers = count(-1, -1)  # downwards, as torch numbers its handles upwards from 0
 
 
 class NodeHooks:
@@ -51,13 +51,13 @@ def register_hooks_without_handles(patches: Patches) -> None:
         return
 
     def register_hook(hook_by_number: Any, hook: Any) -> tuple[Any, Any]:
-        """Return a node's hooks with a hook in Python, and what `remove_hook_handles` removes it by.
+        """Return a node's hooks with a new hook, and what `remove_hook_handles` removes it by.
 
         A hook that is not the driver's is noted in `NodeHooks`, and registered by torch's function.
         hook_by_number: the node's dict of hooks; None if it has none yet.
         """
         # The program's hooks, and those of libraries, get the handle that torch promises.
-        if not isinstance(getattr(hook, "__self__", None), QuickHooks):
+        if type(hook) is not Hook and not isinstance(getattr(hook, "__self__", None), QuickHooks):
             NodeHooks.of_program = True
             registered: tuple[Any, Any] = original(hook_by_number, hook)
             return registered
@@ -67,8 +67,7 @@ def register_hooks_without_handles(patches: Patches) -> None:
         hook_by_number[number] = hook
         return hook_by_number, (hook_by_number, number)
 
-    registrar = HookRegistrar(OrderedDict, register_hook)
-    patches.set(torch.autograd.Function, "_register_hook", staticmethod(registrar))
+    patches.set(torch.autograd.Function, "_register_hook", staticmethod(register_hook))
 
 
 _PASSES_WITHOUT = "passes without"  # key beside the forms, which are numbers

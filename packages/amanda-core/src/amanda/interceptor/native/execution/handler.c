@@ -69,7 +69,7 @@ int execution_boot(PyObject *names) {
     if (!Resumption_Type.tp_name && PyStructSequence_InitType2(&Resumption_Type, &resumption_desc)) return -1;
     return PyDict_SetItemString(names, "Resumption", (PyObject *)&Resumption_Type) ||
                    add_type(names, "Hook", &Hook_Type) || add_type(names, "Program", &Program_Type) ||
-                   add_type(names, "HookRegistrar", &HookRegistrar_Type) || add_type(names, "CallCache", &CallCache_Type) || add_type(names, "ShapeCounter", &Tally_Type)
+                   add_type(names, "CallCache", &CallCache_Type) || add_type(names, "ShapeCounter", &Tally_Type)
                ? -1
                : 0;
 }

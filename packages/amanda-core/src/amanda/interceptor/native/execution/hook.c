@@ -54,7 +54,8 @@ static PyObject *call_hook(PyObject *self, PyObject *const *args, size_t flags, 
     Shapes shapes;
     if (read_shapes(hook, args, PyVectorcall_NARGS(flags), &shapes)) return NULL;
     PyObject *entered = PyVectorcall_NARGS(flags) > 1 && PyTuple_Check(args[1]) ? args[1] : NULL;
-    PyObject *resumption = run_on_values(hook->program, hook->reader, args[0], entered, hook->is_alone, &shapes), *values = resumption;
+    PyObject *resumption = run_on_values(hook->program, hook->reader, args[0], entered, hook->is_alone, &shapes);
+    PyObject *values = resumption;
     if (hook->counts_alone && hook->program->needs_shape_codes && resumption == Py_None) keep_words(hook, &shapes.code);
     if (resumption && resumption != Py_None) {
         int shaped = hook->program->needs_shapes || hook->program->needs_shape_codes;
@@ -69,7 +70,7 @@ static PyObject *call_hook(PyObject *self, PyObject *const *args, size_t flags, 
 }
 
 static PyObject *hook_repeats(Hook *self, void *Py_UNUSED(closure)) {
-    return PyBool_FromLong(self->counts_alone && (!self->program->needs_shape_codes || self->word_count >= 0));
+    return PyBool_FromLong(self->counts_alone && !self->is_alone && (!self->program->needs_shape_codes || self->word_count >= 0));
 }
 
 static PyObject *hook_is_idle(Hook *self, void *Py_UNUSED(closure)) {
@@ -171,71 +172,4 @@ PyTypeObject Hook_Type = {
     .tp_traverse = (traverseproc)hook_traverse,
     .tp_methods = hook_methods,
     .tp_getset = hook_properties,
-};
-
-/* ---- registration ---- */
-
-/* Registers hooks at the places of a framework. */
-typedef struct {
-    PyObject_HEAD
-    vectorcallfunc vectorcall;
-    PyObject *new_hooks, *other; /* owned */
-    long long number;            /* of the last hook */
-} HookRegistrar;
-
-static PyObject *register_hook(PyObject *callable, PyObject *const *args, size_t flags, PyObject *names) {
-    HookRegistrar *self = (HookRegistrar *)callable;
-    if (PyVectorcall_NARGS(flags) != 2 || names || !Py_IS_TYPE(args[1], &Hook_Type))
-        return PyObject_Vectorcall(self->other, args, flags, names);
-    PyObject *hooks = args[0] == Py_None ? PyObject_CallNoArgs(self->new_hooks) : Py_NewRef(args[0]);
-    PyObject *number = PyLong_FromLongLong(__atomic_sub_fetch(&self->number, 2, __ATOMIC_RELAXED)), *registered = NULL;
-    if (hooks && number && !PyObject_SetItem(hooks, number, args[1]))
-        registered = Py_BuildValue("O(OO)", hooks, hooks, number);
-    Py_XDECREF(hooks);
-    Py_XDECREF(number);
-    return registered;
-}
-
-static PyObject *registrar_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(kwargs)) {
-    PyObject *new_hooks, *other;
-    if (!PyArg_ParseTuple(args, "OO", &new_hooks, &other)) return NULL;
-    HookRegistrar *self = (HookRegistrar *)type->tp_alloc(type, 0);
-    if (!self) return NULL;
-    self->vectorcall = register_hook;
-    self->new_hooks = Py_NewRef(new_hooks);
-    self->other = Py_NewRef(other);
-    return (PyObject *)self;
-}
-
-static int registrar_traverse(HookRegistrar *self, visitproc visit, void *arg) {
-    Py_VISIT(self->new_hooks);
-    Py_VISIT(self->other);
-    return 0;
-}
-
-static int registrar_clear(HookRegistrar *self) {
-    Py_CLEAR(self->new_hooks);
-    Py_CLEAR(self->other);
-    return 0;
-}
-
-static void registrar_dealloc(HookRegistrar *self) {
-    PyObject_GC_UnTrack(self);
-    registrar_clear(self);
-    Py_TYPE(self)->tp_free((PyObject *)self);
-}
-
-PyTypeObject HookRegistrar_Type = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "amanda.interceptor.HookRegistrar",
-    .tp_basicsize = sizeof(HookRegistrar),
-    .tp_vectorcall_offset = offsetof(HookRegistrar, vectorcall),
-    .tp_call = PyVectorcall_Call,
-    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL,
-    .tp_doc = "HookRegistrar(new_hooks, other): callable that puts a Hook into a dict of hooks, under a negative even number.\n\n"
-              "It is called with the dict, or None for a dict that `new_hooks` returns, and the hook; it returns the dict and\n"
-              "the pair of dict and number.  `other` is called with hooks of other types.",
-    .tp_new = registrar_new,
-    .tp_dealloc = (destructor)registrar_dealloc,
-    .tp_traverse = (traverseproc)registrar_traverse,
-    .tp_clear = (inquiry)registrar_clear,
 };

@@ -453,7 +453,8 @@ static PyObject *resume_on_values(Reason reason, Py_ssize_t step, PyObject *resu
     return make_resumption(Py_None, step, result, NULL, NULL);
 }
 
-PyObject *run_on_values(Program *program, const Reader *reader, PyObject *values, PyObject *entered, int is_alone, Shapes *shapes) {
+PyObject *run_on_values(Program *program, const Reader *reader, PyObject *values, PyObject *entered, int is_alone,
+                        Shapes *shapes) {
     PyObject *result = NULL;
     Values current;
     Py_ssize_t count = PyTuple_GET_SIZE(values);

@@ -70,10 +70,10 @@ static void merge(Sums *sums, const Sums *more) {
         WORD zeros = 0, zeros_2 = 0;                                                                                  \
         _Pragma("omp simd reduction(+:total,magnitudes,total_2,magnitudes_2,zeros,zeros_2) reduction(min:least,least_2) reduction(max:most,most_2)") \
         for (int i = 0; i < half; i++) {                                                                              \
-            READ(NUMBER, at[i], total, magnitudes, least, most, zeros)                                       \
-            READ(NUMBER, second[i], total_2, magnitudes_2, least_2, most_2, zeros_2)                         \
+            READ(NUMBER, at[i], total, magnitudes, least, most, zeros)                                                \
+            READ(NUMBER, second[i], total_2, magnitudes_2, least_2, most_2, zeros_2)                                  \
         }                                                                                                             \
-        if (count % 2) READ(NUMBER, at[count - 1], total, magnitudes, least, most, zeros)                    \
+        if (count % 2) READ(NUMBER, at[count - 1], total, magnitudes, least, most, zeros)                             \
         double mean = (total + total_2) / count;                                                                      \
         if (!isfinite(mean)) { /* or the sum overflows, and the mean of finite numbers does not */                    \
             int non_finite = 0;                                                                                       \
