@@ -308,7 +308,7 @@ def test_native_code_calls_nan_only_where_an_output_is_not_finite(monkeypatch: p
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_each_element_is_looked_at(dtype: torch.dtype) -> None:
     with amanda.apply(tool := NanTool()):
-        for count, place in [(count, place) for count in (1, 2, 3, 31, 63, 130) for place in range(count)]:
+        for count, place in [(n, i) for n in (1, 2, 3, 31, 63, 130) for i in range(n)]:
             for number in (1.0, -1.0):
                 torch.where(torch.arange(count) == place, number, 1.0).to(dtype).sqrt()
     assert [finding.times for finding in tool.result.findings] == [1 + 2 + 3 + 31 + 63 + 130]
