@@ -62,12 +62,31 @@ def test_what_is_not_finite_is_counted_apart(kind: str) -> None:
     assert sum(struct.unpack("261q", moments.counts or b"")) == 3
 
 
+@KINDS
+@pytest.mark.parametrize("count", [*range(1, 40), 4095, 4097])
+def test_each_place_of_a_block_counts(kind: str, count: int) -> None:
+    for place in {0, count // 4, count // 2, count - 1}:
+        for number in (5.0, -5.0, 0.0, math.nan, math.inf, -math.inf):
+            values = array(kind, [1.0] * count)
+            values[place] = number
+            finite = [x for x in values if math.isfinite(x)]
+            moments = interceptor.Moments(0)
+            assert moments.add(values)
+            mean = math.fsum(finite) / max(len(finite), 1)
+            squares, magnitudes = math.fsum((x - mean) ** 2 for x in finite), math.fsum(map(abs, finite))
+            extremes = min(finite, default=math.inf), max(finite, default=-math.inf)
+            assert moments.numbers[:6] == pytest.approx((len(finite), mean, squares, magnitudes, *extremes))
+            others = (math.isnan(number), number == math.inf, number == -math.inf, number == 0)
+            assert moments.numbers[6:] == tuple(map(int, others))
+
+
 def test_a_mean_stays_finite_where_sums_overflow() -> None:
     for values, mean, squares in (
         ([1e308] * 10_000, 1e308, None),
         ([1e308, -1e308] * 5_000, 0.0, math.inf),
         ([1e200] * 10, 1e200, None),
         ([1.7e308] * 4096 + [-1.7e308] * 4096, 0.0, math.inf),
+        ([1.7e308] * 2048 + [-1.7e308] * 2048, 0.0, math.inf),
     ):
         moments = interceptor.Moments(4)
         assert moments.add(array("d", values))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.utils.checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import amanda
@@ -183,12 +184,32 @@ def many_values() -> None:
         )
 
 
+class PassingMode(TorchDispatchMode):
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return op(*args, **(kwargs or {}))
+
+
 def under_a_mode() -> None:
     for step in range(4):
         x = torch.ones(3, requires_grad=True)
         y = x.exp().sin().mul(2)
         with FlopCounterMode(display=False) if step == 3 else contextlib.nullcontext():
             y.backward(torch.full((3,), NAN if step == 3 else 1.0))
+
+
+def in_a_mode_from_a_hook_on() -> None:
+    for step in range(4):
+        y = torch.ones(3, requires_grad=True).exp().sin().mul(2)
+        if step == 3:  # the engine leaves the mode at the end of the pass
+            y.register_hook(lambda _: PassingMode().__enter__() and None)  # type: ignore[no-untyped-call]
+        y.backward(torch.full((3,), NAN if step == 3 else 1.0))
+
+
+def two_passes_through_one_graph() -> None:
+    for step in range(4):
+        y = torch.ones(3, requires_grad=True).exp().sin()
+        y.backward(torch.ones(3), retain_graph=True)
+        y.backward(torch.full((3,), NAN if step == 3 else 1.0))
 
 
 def aliases() -> None:
@@ -200,6 +221,7 @@ def aliases() -> None:
 PROGRAMS: dict[str, Callable[[], None]] = {
     "raises on a thread": raises_on_a_thread, "raises before a mode": raises_before_a_mode,
     "writes a gradient": writes_a_gradient, "many values": many_values, "under a mode": under_a_mode,
+    "in a mode from a hook on": in_a_mode_from_a_hook_on, "two passes": two_passes_through_one_graph,
     "aliases": aliases, "training": training(), "weight": training(poison_weight),
     "gradient": training(poison_gradient), "in place": in_place, "views": views, "types": types,
     "large": large,
@@ -281,6 +303,15 @@ def test_native_code_calls_nan_only_where_an_output_is_not_finite(monkeypatch: p
     # After the op: the observer before it, with the memory from then, and the one after it.
     assert [is_before for is_before, _ in calls] == [True, False]
     assert torch.frombuffer(calls[0][1], dtype=torch.float32).tolist() == [-4.0, pytest.approx(4**0.25)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_each_element_is_looked_at(dtype: torch.dtype) -> None:
+    with amanda.apply(tool := NanTool()):
+        for count, place in [(n, i) for n in (1, 2, 3, 31, 63, 130) for i in range(n)]:
+            for number in (1.0, -1.0):
+                torch.where(torch.arange(count) == place, number, 1.0).to(dtype).sqrt()
+    assert [finding.times for finding in tool.result.findings] == [1 + 2 + 3 + 31 + 63 + 130]
 
 
 @native_alone

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import amanda
 from amanda import interceptor
 from amanda.drivers.torch import TorchDriver
 from amanda.errors import MutationError, RoutineError
+from amanda.tools.nan import NanTool
 
 natively = pytest.mark.xfail(
     not interceptor.NATIVE, reason="never: only native code calls routines by itself", run=False
@@ -24,6 +26,13 @@ class FunctionMode(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return function(*args, **(kwargs or {}))
+
+
+class PassingMode(TorchDispatchMode):
+    """Keeps native code from calling routines."""
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return op(*args, **(kwargs or {}))
 
 
 class Product(torch.nn.Module):
@@ -144,3 +153,52 @@ def test_a_closed_scope_is_not_heard_of_at_a_known_op() -> None:
         late = model(a, a).sum()
     late.backward()
     assert len(calls) == 3
+
+
+@natively
+def test_an_observer_that_is_idle_before_a_backward_op_takes_no_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+    from amanda.drivers.torch import _autograd
+
+    hook_counts: list[int] = []
+    remove = _autograd._BackwardPass.remove_hooks
+
+    def removing(self: Any) -> None:
+        hook_counts.append(len(self._node_handles))
+        remove(self)
+
+    monkeypatch.setattr(_autograd._BackwardPass, "remove_hooks", removing)
+    a, b = (torch.full((2,), value, requires_grad=True) for value in (3.0, 5.0))
+    model = Product()
+    with amanda.apply(NanTool()):
+        for _ in range(4):
+            model(a, b).exp().sum().backward()
+        with PassingMode():  # Python calls both observers
+            model(a, b).exp().sum().backward()
+    assert hook_counts[1:] == [3, 3, 3, 6]
+
+
+@natively
+def test_hooks_of_the_program_are_called_beside_those_of_tools(monkeypatch: pytest.MonkeyPatch) -> None:
+    from amanda.drivers.torch import _nodes
+
+    monkeypatch.setattr(_nodes.NodeHooks, "of_program", False)
+    a, called = torch.ones(2, requires_grad=True), list[str]()
+
+    def hook_within_the_pass(y: torch.Tensor) -> None:
+        node: Any = y.grad_fn
+        y.register_hook(  # type: ignore[no-untyped-call]
+            lambda _: handles.append(node.register_hook(lambda *_: called.append("within")))
+        )
+
+    with amanda.apply(NanTool()):
+        for _ in range(3):
+            y, handles = a * 2, list[Any]()
+            assert y.grad_fn is not None
+            before = y.grad_fn.register_hook(lambda *_: called.append("before"))
+            hook_within_the_pass(y)
+            y.sum().backward(retain_graph=True)  # type: ignore[no-untyped-call]
+            before.remove()
+            handles[0].remove()
+            y.sum().backward()  # type: ignore[no-untyped-call]
+            assert called == ["before", "within", "within"]
+            called.clear()

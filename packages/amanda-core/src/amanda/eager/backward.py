@@ -60,15 +60,17 @@ def _compile_hooks(ops: EagerDriver, trace: Trace, op: Any, place: int) -> Nativ
 
     def create_hooks(*shapes: tuple[Any, ...]) -> NativeHooks:
         """Create the hooks for an execution with these shapes, or for all executions if none are passed."""
-        before = after = None
+        before = after = after_alone = None
         if program_before is not None:
-            before = program_before.hook(reader, continuation, actions.before, *shapes)
+            before = program_before.hook(reader, continuation, actions.before, False, *shapes)
         if program_after is not None:
-            after = program_after.hook(reader, continuation, actions.after, *shapes)
-        return NativeHooks(before, after)
+            after = program_after.hook(reader, continuation, actions.after, False, *shapes)
+        if program_before is not None and program_after is not None:
+            after_alone = program_after.hook(reader, continuation, actions.after, True, *shapes)
+        return NativeHooks(before, after, after_alone)
 
     takes_shapes = any(action.takes_shapes for action in actions.all)
-    return NativeHooks(before=None, after=None, for_shapes=create_hooks) if takes_shapes else create_hooks()
+    return NativeHooks(None, None, None, for_shapes=create_hooks) if takes_shapes else create_hooks()
 
 
 class NativeHooks(NamedTuple):
@@ -76,11 +78,13 @@ class NativeHooks(NamedTuple):
 
     before, after: hooks on the gradients that enter and that leave the op; a hook returns the gradients to
     use, or None. The field is None where there is no routine.
+    after_alone: takes the place of both in a pass before which `before.is_idle` is true; None without both.
     for_shapes: creates hooks for an execution with these shapes; None where all executions share the hooks.
     """
 
     before: interceptor.Hook | None
     after: interceptor.Hook | None
+    after_alone: interceptor.Hook | None
     for_shapes: Callable[[tuple[Any, ...]], NativeHooks] | None = None
 
 

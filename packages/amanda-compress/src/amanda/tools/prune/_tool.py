@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from math import cos, pi
 from typing import Any, Literal
 
@@ -20,14 +21,7 @@ from amanda.tools.prune._importance import (
     sum_of_squares,
     why_inputs_unread,
 )
-from amanda.tools.prune._masks import (
-    Array,
-    Pattern,
-    PatternName,
-    PruneError,
-    pattern_of,
-    row_keep_masks,
-)
+from amanda.tools.prune._masks import Array, Pattern, PatternName, PruneError, pattern_of, row_keep_masks
 from amanda.tools.prune._result import PruneResult, SemiStructured
 from amanda.tools.prune._weight import MaskUpdater, PrunedWeight
 from amanda.tools.select import Globs
@@ -138,7 +132,7 @@ class PruneSchedule:
         step = self.last_update(self.begin if self.end is None else self.end)
         return self.begin if step is None else step
 
-    @property
+    @cached_property
     def repeats(self) -> bool:
         """True if masks are updated more than once."""
         return self.kind != "constant" or self.frequency is not None
@@ -219,22 +213,22 @@ class PruneOptions:
             return row_keep_masks(scores, sparsity)
         return self.pattern.keep_masks(scores, sparsity)
 
-    @property
+    @cached_property
     def uses_gradients(self) -> bool:
         """True if the importance is computed of gradients."""
         return self.importance in OF_GRADIENTS
 
-    @property
+    @cached_property
     def uses_inputs(self) -> bool:
         """True if the importance is computed of the inputs of ops."""
         return self.importance in OF_INPUTS
 
-    @property
+    @cached_property
     def uses_weight_alone(self) -> bool:
         """True if a mask is computed from the weight's own values alone."""
         return not (self.is_global or self.uses_gradients or self.uses_inputs)
 
-    @property
+    @cached_property
     def is_global(self) -> bool:
         """True if all weights share one budget."""
         return self.scope == "global"

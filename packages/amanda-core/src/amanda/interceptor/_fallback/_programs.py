@@ -101,6 +101,11 @@ class Hook(_NativeAlone):
         """True if all routines count executions, and `count_again` can repeat the last call."""
         raise NotImplementedError
 
+    @property
+    def is_idle(self) -> bool:
+        """True if a call before an op would have no effect, so that a hook that `is_alone` does the same."""
+        raise NotImplementedError
+
     def count_again(self) -> None:
         """Count an execution as the last call did, without its values."""
         raise NotImplementedError
@@ -131,13 +136,16 @@ class HookRegistrar(_NativeAlone):
 class Program(_NativeAlone):
     """Routines around an op, which native code runs."""
 
-    def hook(self, reader: "Reader", resume: Callable[..., Any], actions: Any, shapes: Any = None) -> Hook:
+    def hook(
+        self, reader: "Reader", resume: Callable[..., Any], actions: Any, is_alone: bool, shapes: Any = None
+    ) -> Hook:
         """Return a callable that runs the routines on a tuple of values.
 
         Args:
             reader: Reader of tensors of the framework.
             resume: Continues in Python after a result that native code cannot put in place.
             actions: Actions of the routines, which `resume` receives.
+            is_alone: True for a hook after an op without the hook before it, whose `is_idle` was true.
             shapes: Argument `shapes` for routines that take it; None where no routine does.
         """
         raise NotImplementedError

@@ -253,8 +253,8 @@ class _BackwardPass:
         is_alone = stack is not None and len(stack.chain) == 1 and state.reuses_native_hooks
         may_repeat = is_alone and is_whole and self._is_last and not is_transform
         self.has_run_all = False
-        # None for a pass that neither repeats the counts of an earlier one nor is repeated.
-        self._counts = PassCounts(stack.passes) if stack is not None and may_repeat else None
+        # None: it neither repeats the counts of an earlier pass nor is repeated.
+        self._counts = PassCounts.of(stack.passes) if stack is not None and may_repeat else None
 
     def add_hooks(self, outputs: Sequence[Any]) -> None:
         """Have tools analyse new backward ops behind `outputs`, and hook nodes for routines; a hot path.
@@ -268,7 +268,7 @@ class _BackwardPass:
         self._find_marked_nodes(outputs)
         # Looked up once, since the loop runs for every node of every pass.
         may_reuse_hooks = self._state.reuses_native_hooks and not (self._create_graph or self._is_transform)
-        stack, ids_hooked_elsewhere = self._state.stack, self._ids_hooked_elsewhere
+        stack, hooked_ids = self._state.stack, self._ids_hooked_elsewhere
         add_handle = self._node_handles.append
         # Of leaves that are not parameters; the mark is of the op that used a leaf first.
         last_index_by_mark_id: dict[int, int] = {}
@@ -285,9 +285,7 @@ class _BackwardPass:
                 last_index_by_mark_id[id(mark)] = last_index_by_mark_id.get(id(mark), -1) + 1
                 place = 2 * LEAF_PLACE + last_index_by_mark_id[id(mark)]
             # Another pass has hooks there; a transform stores no gradient in a leaf.
-            if (ids_hooked_elsewhere and id(node) in ids_hooked_elsewhere) or (
-                is_leaf and self._is_transform
-            ):
+            if (hooked_ids and id(node) in hooked_ids) or (is_leaf and self._is_transform):
                 continue
             if mark.order:  # of a backward op of backward ops
                 place += mark.order * _ORDER_STEP
@@ -299,11 +297,12 @@ class _BackwardPass:
                 )
                 if native_hooks is not None:
                     # Analysed before: its hooks are native or bound functions that need no step object.
-                    before, after, hooks_for_shapes = native_hooks
-                    # These hooks depend on the shapes of vmaps' batches.
-                    if hooks_for_shapes is not None:
-                        before, after, _ = hooks_for_shapes(_shapes_at(mark))
-                    if before is not None:
+                    before, after, after_alone, hooks_for_shapes = native_hooks
+                    if hooks_for_shapes is not None:  # they depend on the shapes of vmaps' batches
+                        before, after, after_alone, _ = hooks_for_shapes(_shapes_at(mark))
+                    if before is not None and after_alone is not None and before.is_idle:
+                        after = after_alone  # a hook costs more than most routines
+                    elif before is not None:
                         add_handle((node, node.register_prehook(before)))
                     if after is not None:
                         add_handle((node, node.register_hook(after)))

@@ -59,6 +59,9 @@ def register_hooks_without_handles(patches: Patches) -> None:
     patches.set(torch.autograd.Function, "_register_hook", staticmethod(HookRegistrar(register_hook)))
 
 
+_PASSES_WITHOUT = "passes without"  # key beside the forms, which are numbers
+
+
 class PassCounts:
     """Counts of executions in one backward pass, learned for later passes or repeated from an earlier one.
 
@@ -79,12 +82,24 @@ class PassCounts:
 
     limit: ClassVar[int] = 16
     """Most forms that are remembered for one stack of tools."""
+    passes_without: ClassVar[int] = 15
+    """Number of passes that learn nothing, after one whose hooks do more than count."""
 
-    def __init__(self, record_by_form: dict[Any, PassRecord]) -> None:
+    def __init__(self, record_by_form: dict[Any, Any]) -> None:
         """record_by_form: the stack's, of earlier passes; this object adds to them."""
         self._record_by_form = record_by_form
         self._form_to_learn: Hashable = None  # None if nothing is to be learned
         self._hooks_to_repeat: Sequence[Hook] | None = None
+
+    @classmethod
+    def of(cls, record_by_form: dict[Any, Any]) -> "PassCounts | None":
+        """Return counts for a pass of a stack; None for some passes after one that could not be repeated."""
+        remaining = record_by_form.get(_PASSES_WITHOUT, 0)
+        if not remaining:
+            return cls(record_by_form)
+        # The form of a graph takes a walk through it, in vain for a tool that looks at values.
+        record_by_form[_PASSES_WITHOUT] = remaining - 1
+        return None
 
     def look_up(self, form: Hashable) -> bool:
         """Return True if a pass of this form has a record, to repeat; else note the form, to learn it."""
@@ -116,6 +131,8 @@ class PassCounts:
                     self._record_by_form.pop(oldest_form, None)
                 identities = [(mark.trace, mark.shapes) for mark in marks]
                 self._record_by_form[form] = self.PassRecord(hooks, identities)
+            else:
+                self._record_by_form[_PASSES_WITHOUT] = self.passes_without
 
     def drop_counts_to_repeat(self) -> bool:
         """Drop the counts that a failed pass was to repeat; return True if there were any."""

@@ -11,6 +11,7 @@ typedef struct {
     PyObject *resume;  /* owned; called if Python continues */
     PyObject *actions; /* owned; first argument of `resume` */
     PyObject *shapes;  /* owned; of the op; None: no routine takes any */
+    int is_alone;      /* whether the hook before the op, which was idle, was left out */
     int counts_alone;  /* whether each routine is a tally */
     int word_count;    /* of `words`; -1: the last call was not counted by words */
     int64_t *words;    /* owned; shapes of the last call */
@@ -53,7 +54,8 @@ static PyObject *call_hook(PyObject *self, PyObject *const *args, size_t flags, 
     Shapes shapes;
     if (read_shapes(hook, args, PyVectorcall_NARGS(flags), &shapes)) return NULL;
     PyObject *entered = PyVectorcall_NARGS(flags) > 1 && PyTuple_Check(args[1]) ? args[1] : NULL;
-    PyObject *resumption = run_on_values(hook->program, hook->reader, args[0], entered, &shapes), *values = resumption;
+    PyObject *resumption = run_on_values(hook->program, hook->reader, args[0], entered, hook->is_alone, &shapes);
+    PyObject *values = resumption;
     if (hook->counts_alone && hook->program->needs_shape_codes && resumption == Py_None) keep_words(hook, &shapes.code);
     if (resumption && resumption != Py_None) {
         int shaped = hook->program->needs_shapes || hook->program->needs_shape_codes;
@@ -68,7 +70,17 @@ static PyObject *call_hook(PyObject *self, PyObject *const *args, size_t flags, 
 }
 
 static PyObject *hook_repeats(Hook *self, void *Py_UNUSED(closure)) {
-    return PyBool_FromLong(self->counts_alone && (!self->program->needs_shape_codes || self->word_count >= 0));
+    return PyBool_FromLong(self->counts_alone && !self->is_alone && (!self->program->needs_shape_codes || self->word_count >= 0));
+}
+
+static PyObject *hook_is_idle(Hook *self, void *Py_UNUSED(closure)) {
+    const Program *program = self->program;
+    int idle = !python_mode_active(self->reader); /* in which Python calls the routines */
+    for (Py_ssize_t i = 0; idle && i < program->before + program->after; i++) {
+        const Observer *observer = program->steps[i].observer;
+        idle = observer && observer->is_idle && observer->is_idle(observer);
+    }
+    return PyBool_FromLong(idle);
 }
 
 static PyObject *hook_count_again(Hook *self, PyObject *Py_UNUSED(none)) {
@@ -100,12 +112,16 @@ static PyMethodDef hook_methods[] = {
 
 static PyGetSetDef hook_properties[] = {
     {"repeats", (getter)hook_repeats, NULL, "True if all routines count executions, and `count_again` can repeat the last call.", NULL},
+    {"is_idle", (getter)hook_is_idle, NULL,
+     "True if a call before an op would have no effect, so that a hook that `is_alone` after the op does the same.", NULL},
     {0}};
 
 PyObject *program_hook(Program *self, PyObject *args) {
     Reader *reader;
     PyObject *resume, *actions, *shapes = Py_None;
-    if (!PyArg_ParseTuple(args, "O!OO|O!", &Reader_Type, &reader, &resume, &actions, &PyTuple_Type, &shapes)) return NULL;
+    int is_alone;
+    if (!PyArg_ParseTuple(args, "O!OOp|O!", &Reader_Type, &reader, &resume, &actions, &is_alone, &PyTuple_Type, &shapes))
+        return NULL;
     if ((self->needs_shapes || self->needs_shape_codes) && shapes == Py_None)
         return PyErr_Format(PyExc_TypeError, "routines take shapes: pass those of the op");
     Hook *hook = PyObject_GC_New(Hook, &Hook_Type);
@@ -116,6 +132,7 @@ PyObject *program_hook(Program *self, PyObject *args) {
     hook->resume = Py_NewRef(resume);
     hook->actions = Py_NewRef(actions);
     hook->shapes = Py_NewRef(shapes);
+    hook->is_alone = is_alone;
     hook->counts_alone = 1;
     for (Py_ssize_t i = 0; i < Py_SIZE(self); i++) hook->counts_alone &= self->steps[i].tally != NULL;
     hook->word_count = -1;

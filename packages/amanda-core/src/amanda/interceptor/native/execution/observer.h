@@ -18,6 +18,8 @@ typedef struct Observer {
                            Py_ssize_t count, const OpInputs *op_inputs);
     /* Called for a routine after an op where Python runs the rest of the execution; -1: an exception. NULL: none. */
     int (*hand_over)(struct Observer *self, Thread *thread, const Reader *reader, const OpInputs *op_inputs);
+    /* Whether a call of `observe` before an op has no effect, also on what runs after the op. NULL: each has some. */
+    int (*is_idle)(const struct Observer *self);
     enum { ALL_VALUES, SELECTED_VALUES, NO_VALUES } reads; /* ALL: it serves no routine that selects some */
 } Observer;
 

@@ -59,8 +59,10 @@ extern PyTypeObject CallCache_Type, Program_Type, Hook_Type;
 int execution_boot(PyObject *names);
 
 /* Run the steps of a hook on a tuple of values.  entered: a tuple of the gradients that entered the op, for a hook after
-   it; or NULL.  shapes: for the steps that take some.  Returns None, or the Resumption with which Python continues. */
-PyObject *run_on_values(Program *program, const Reader *reader, PyObject *values, PyObject *entered, Shapes *shapes);
+   it; or NULL.  is_alone: whether no hook before the op has run.  shapes: for the steps that take some.  Returns None, or
+   the Resumption with which Python continues. */
+PyObject *run_on_values(Program *program, const Reader *reader, PyObject *values, PyObject *entered, int is_alone,
+                        Shapes *shapes);
 PyObject *shapes_as_objects(Shapes *shapes); /* borrowed; NULL: an exception */
 int add_shapes(const Reader *reader, PyObject **shapes, PyObject *const *values, Py_ssize_t count); /* of one more side */
 PyObject *program_hook(Program *program, PyObject *args);

@@ -453,13 +453,15 @@ static PyObject *resume_on_values(Reason reason, Py_ssize_t step, PyObject *resu
     return make_resumption(Py_None, step, result, NULL, NULL);
 }
 
-PyObject *run_on_values(Program *program, const Reader *reader, PyObject *values, PyObject *entered, Shapes *shapes) {
+PyObject *run_on_values(Program *program, const Reader *reader, PyObject *values, PyObject *entered, int is_alone,
+                        Shapes *shapes) {
     PyObject *result = NULL;
     Values current;
     Py_ssize_t count = PyTuple_GET_SIZE(values);
-    if (python_mode_active(reader)) return resume_on_values(ARGUMENTS, -1, NULL); /* as the hook before the op did */
+    int is_python_due = python_mode_active(reader);
+    if (is_python_due && !is_alone) return resume_on_values(ARGUMENTS, -1, NULL); /* as the hook before the op did */
     Thread *thread = thread_state();
-    int gradients = reader_gradients(reader, thread), unread = count > VALUE_LIMIT;
+    int gradients = reader_gradients(reader, thread), unread = is_python_due || count > VALUE_LIMIT;
     const OpInputs op_inputs = {entered ? ((PyTupleObject *)entered)->ob_item : NULL, entered ? PyTuple_GET_SIZE(entered) : 0};
     for (Py_ssize_t i = 0; !unread && i < count; i++) {
         current.items[i] = PyTuple_GET_ITEM(values, i);

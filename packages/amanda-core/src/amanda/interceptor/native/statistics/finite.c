@@ -9,6 +9,7 @@
 /* A copy of an op's first input, from before the op. */
 typedef struct {
     Py_ssize_t size; /* bytes */
+    size_t room;     /* of the memory */
     int is_due;      /* the routine that was skipped is being called */
     char memory[];
 } Copy;
@@ -27,14 +28,20 @@ static PyTypeObject FiniteCheck_Type;
 /* ---- memory ---- */
 
 #define INLINE static inline __attribute__((always_inline))
-/* ALL_FINITE(name, word): whether no word at an address has all bits of the exponent set. */
-#define ALL_FINITE(NAME, WORD)                                                                          \
-    INLINE int NAME(const void *at, Py_ssize_t count, uint64_t mask) {                                  \
-        const WORD *words = at, exponent = (WORD)mask;                                                  \
-        WORD non_finite = 0;                                                                            \
-        _Pragma("omp simd reduction(| : non_finite)")                                                   \
-        for (Py_ssize_t i = 0; i < count; i++) non_finite |= (WORD)((words[i] & exponent) == exponent); \
-        return !non_finite;                                                                             \
+/* ALL_FINITE(name, word): whether no word at an address has all bits of the exponent set: whether the largest exponent has
+   not.  A maximum waits for the one before it, so that both halves have one. */
+#define ALL_FINITE(NAME, WORD)                                                                 \
+    INLINE int NAME(const void *at, Py_ssize_t count, uint64_t mask) {                         \
+        const Py_ssize_t half = count / 2;                                                     \
+        const WORD *words = at, *second = words + half, exponent = (WORD)mask;                 \
+        WORD most = count % 2 ? words[count - 1] & exponent : 0, most_2 = 0;                   \
+        _Pragma("omp simd reduction(max : most, most_2)")                                      \
+        for (Py_ssize_t i = 0; i < half; i++) {                                                \
+            WORD number = words[i] & exponent, number_2 = second[i] & exponent;                \
+            most = number > most ? number : most;                                              \
+            most_2 = number_2 > most_2 ? number_2 : most_2;                                    \
+        }                                                                                      \
+        return most != exponent && most_2 != exponent;                                         \
     }
 
 ALL_FINITE(are_finite_16, uint16_t)
@@ -54,9 +61,13 @@ static int (*is_finite_memory)(const Memory *) = is_finite_on_any_processor;
 
 #if defined(__x86_64__) && defined(__GNUC__)
 ANY_WIDTH(is_finite_by_avx2, __attribute__((target("avx2"))))
+ANY_WIDTH(is_finite_by_avx512, __attribute__((target("avx512f,avx512dq,avx512bw,avx512vl"))))
 static void choose_vectors(void) {
     __builtin_cpu_init();
     if (__builtin_cpu_supports("avx2")) is_finite_memory = is_finite_by_avx2;
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
+        __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl"))
+        is_finite_memory = is_finite_by_avx512;
 }
 #else
 static void choose_vectors(void) {}
@@ -75,7 +86,24 @@ static int is_finite(const Reader *reader, PyObject *value) {
 
 static inline uint64_t thread_key(const Thread *thread) { return (uint64_t)(uintptr_t)thread; }
 
-static void drop_copy(FiniteCheck *self, const Thread *thread) { PyMem_Free(map_remove(&self->copy_by_thread, thread_key(thread))); }
+/* A copy that the next op uses again: memory that the system gives anew costs several times the copying. */
+static Copy *spare_copy;
+
+static void free_copy(Copy *copy) { PyMem_RawFree(__atomic_exchange_n(&spare_copy, copy, __ATOMIC_ACQ_REL)); }
+
+/* Memory for a copy, of an earlier one if it has room; NULL: there is none. */
+static Copy *new_copy(size_t size) {
+    Copy *copy = __atomic_exchange_n(&spare_copy, NULL, __ATOMIC_ACQ_REL);
+    if (copy && copy->room >= size) return copy;
+    PyMem_RawFree(copy);
+    if ((copy = PyMem_RawMalloc(sizeof(Copy) + size))) copy->room = size;
+    return copy;
+}
+
+static void drop_copy(FiniteCheck *self, const Thread *thread) {
+    Copy *copy = map_remove(&self->copy_by_thread, thread_key(thread));
+    if (copy) free_copy(copy);
+}
 
 /* Keep the first input as it is before the op. 0: Python has to. */
 static int copy_first_input(FiniteCheck *self, const Thread *thread, const Reader *reader, PyObject *const *values, Py_ssize_t count) {
@@ -84,9 +112,10 @@ static int copy_first_input(FiniteCheck *self, const Thread *thread, const Reade
     if (!count || !reader_is_tensor(reader, values[0]) || !reader_host_memory(reader, values[0], &memory)) return 0;
     Py_ssize_t size = memory.count * memory.width;
     if (memory.is_negated || size > READ_LIMIT) return 0;
-    Copy *copy = PyMem_Malloc(sizeof(Copy) + (size_t)size);
-    if (!copy || map_set(&self->copy_by_thread, thread_key(thread), copy)) {
-        PyMem_Free(copy);
+    Copy *copy = new_copy((size_t)size);
+    if (!copy) return 0;
+    if (map_set(&self->copy_by_thread, thread_key(thread), copy)) {
+        free_copy(copy);
         return 0;
     }
     copy->size = size;
@@ -149,6 +178,11 @@ static int hand_over_finite(Observer *observer, Thread *thread, const Reader *re
     return call_skipped(before, thread, reader, op_inputs->items, op_inputs->count);
 }
 
+static int is_idle_finite(const Observer *observer) {
+    const FiniteCheck *self = (const FiniteCheck *)observer;
+    return !self->before && self->skips && !self->copies;
+}
+
 /* ---- for Python ---- */
 
 static PyObject *finite_new(PyTypeObject *type, PyObject *Py_UNUSED(args), PyObject *Py_UNUSED(kwargs)) {
@@ -156,6 +190,7 @@ static PyObject *finite_new(PyTypeObject *type, PyObject *Py_UNUSED(args), PyObj
     if (!self) return NULL;
     self->base.observe = observe_finite;
     self->base.hand_over = hand_over_finite;
+    self->base.is_idle = is_idle_finite;
     return (PyObject *)self;
 }
 
@@ -178,8 +213,9 @@ static void finite_dealloc(FiniteCheck *self) {
     PyObject_GC_UnTrack(self);
     Py_CLEAR(self->before);
     Py_CLEAR(self->tally);
-    for (size_t i = 0; i < self->copy_by_thread.size; i++) PyMem_Free(self->copy_by_thread.cells[i].value);
+    for (size_t i = 0; i < self->copy_by_thread.size; i++) PyMem_RawFree(self->copy_by_thread.cells[i].value);
     map_clear(&self->copy_by_thread);
+    PyMem_RawFree(__atomic_exchange_n(&spare_copy, NULL, __ATOMIC_ACQ_REL)); /* no memory outlives the tools */
     Py_TYPE(self)->tp_free(self);
 }
 

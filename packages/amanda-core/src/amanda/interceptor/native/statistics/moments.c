@@ -5,7 +5,6 @@
    of DDSketch with a linearly interpolated logarithm do: Masson, Rim, Lee 2019. */
 #include "statistics/moments.h"
 #include "execution/observer.h"
-#include <float.h>
 #include <math.h>
 #include <string.h>
 #include <structmember.h>
@@ -59,35 +58,44 @@ static void merge(Sums *sums, const Sums *more) {
 
 /* ---- a block ---- */
 
-/* BLOCK_OF(name, number, word, largest, mantissa, bias): sums of `count` numbers, and how many are not finite, in which
-   case the sums are worth nothing; where `side` is not 0, the bin of each as well. */
-#define BLOCK_OF(NAME, NUMBER, WORD, LARGEST, MANTISSA, BIAS)                                                         \
+/* BLOCK_OF(name, number, word, mantissa, bias): sums of `count` numbers, and how many are not finite, in which
+   case the sums are worth nothing; where `side` is not 0, the bin of each as well.  A sum waits for the one before it, so
+   that parts of the block have sums of their own. */
+#define BLOCK_OF(NAME, NUMBER, WORD, MANTISSA, BIAS)                                                                  \
     INLINE int NAME(const NUMBER *restrict at, int count, Sums *sums, int32_t *restrict bins, int bits, int side) {   \
-        double total = 0, magnitudes = 0, squares = 0;                                                                \
-        NUMBER least = INFINITY, most = -INFINITY;                                                                    \
-        int zeros = 0, non_finite = 0;                                                                                       \
-        _Pragma("omp simd reduction(+ : total, magnitudes, zeros, non_finite) reduction(min : least) reduction(max : most)") \
-        for (int i = 0; i < count; i++) {                                                                             \
-            NUMBER number = at[i], magnitude = number < 0 ? -number : number;                                         \
-            total += number;                                                                                          \
-            magnitudes += magnitude;                                                                                  \
-            least = number < least ? number : least;                                                                  \
-            most = number > most ? number : most;                                                                     \
-            zeros += number == 0;                                                                                     \
-            non_finite += !(magnitude <= LARGEST);                                                                           \
+        const int half = count / 2, quarter = count / 4;                                                              \
+        const NUMBER *restrict second = at + half;                                                                    \
+        double total = 0, magnitudes = 0, squares = 0, total_2 = 0, magnitudes_2 = 0;                                 \
+        NUMBER least = INFINITY, most = -INFINITY, least_2 = INFINITY, most_2 = -INFINITY;                            \
+        WORD zeros = 0, zeros_2 = 0;                                                                                  \
+        _Pragma("omp simd reduction(+:total,magnitudes,total_2,magnitudes_2,zeros,zeros_2) reduction(min:least,least_2) reduction(max:most,most_2)") \
+        for (int i = 0; i < half; i++) {                                                                              \
+            READ(NUMBER, at[i], total, magnitudes, least, most, zeros)                                                \
+            READ(NUMBER, second[i], total_2, magnitudes_2, least_2, most_2, zeros_2)                                  \
         }                                                                                                             \
-        if (non_finite) return non_finite;                                                                                          \
-        double mean = total / count;                                                                                  \
-        if (!isfinite(mean)) { /* the sum overflows, the mean of finite numbers does not */                           \
+        if (count % 2) READ(NUMBER, at[count - 1], total, magnitudes, least, most, zeros)                             \
+        double mean = (total + total_2) / count;                                                                      \
+        if (!isfinite(mean)) { /* or the sum overflows, and the mean of finite numbers does not */                    \
+            int non_finite = 0;                                                                                       \
+            for (int i = 0; i < count; i++) non_finite += !isfinite(at[i]);                                           \
+            if (non_finite) return non_finite;                                                                        \
             mean = 0;                                                                                                 \
             for (int i = 0; i < count; i++) mean += (double)at[i] / count;                                            \
         }                                                                                                             \
-        _Pragma("omp simd reduction(+ : squares)")                                                                    \
-        for (int i = 0; i < count; i++) {                                                                             \
-            double distance = at[i] - mean;                                                                           \
+        double squares_2 = 0, squares_3 = 0, squares_4 = 0;                                                           \
+        _Pragma("omp simd reduction(+ : squares, squares_2, squares_3, squares_4)")                                   \
+        for (int i = 0; i < quarter; i++) {                                                                           \
+            double distance = at[i] - mean, distance_2 = at[i + quarter] - mean;                                      \
+            double distance_3 = at[i + 2 * quarter] - mean, distance_4 = at[i + 3 * quarter] - mean;                  \
             squares += distance * distance;                                                                           \
+            squares_2 += distance_2 * distance_2;                                                                     \
+            squares_3 += distance_3 * distance_3;                                                                     \
+            squares_4 += distance_4 * distance_4;                                                                     \
         }                                                                                                             \
-        *sums = (Sums){count, mean, squares, magnitudes, (double)least, (double)most, 0, 0, 0, zeros};                \
+        for (int i = 4 * quarter; i < count; i++) squares += (at[i] - mean) * (at[i] - mean);                         \
+        *sums = (Sums){count, mean, squares + squares_2 + squares_3 + squares_4, magnitudes + magnitudes_2,           \
+                       (double)(least < least_2 ? least : least_2), (double)(most > most_2 ? most : most_2),          \
+                       0, 0, 0, (int64_t)(zeros + zeros_2)};                                                          \
         if (!side) return 0;                                                                                          \
         const int shift = MANTISSA - bits, first = ((BIAS + LOWEST) << bits) - 1;                                     \
         _Pragma("omp simd")                                                                                           \
@@ -103,9 +111,19 @@ static void merge(Sums *sums, const Sums *more) {
         return 0;                                                                                                     \
     }
 
+#define READ(NUMBER, ITEM, TOTAL, MAGNITUDES, LEAST, MOST, ZEROS) \
+    {                                                             \
+        NUMBER number = ITEM;                                     \
+        TOTAL += number;                                          \
+        MAGNITUDES += fabs((double)number);                       \
+        LEAST = number < LEAST ? number : LEAST;                  \
+        MOST = number > MOST ? number : MOST;                     \
+        ZEROS += number == 0;                                     \
+    }
+
 #define INLINE static inline __attribute__((always_inline))
-BLOCK_OF(floats, float, uint32_t, FLT_MAX, 23, 127)
-BLOCK_OF(doubles, double, uint64_t, DBL_MAX, 52, 1023)
+BLOCK_OF(floats, float, uint32_t, 23, 127)
+BLOCK_OF(doubles, double, uint64_t, 52, 1023)
 
 /* Numbers of either width: one of `floats` and `doubles` is given. */
 #define EITHER(NAME, ATTRIBUTES)                                                                                   \
@@ -169,6 +187,12 @@ static void add_block(Sums *sums, int64_t *counts, Scratch *scratch, const char 
     const int32_t *bins = scratch->bins;
     int i = 0;
     if (counts) {
+        for (; i + 2 <= count; i += 2) { /* one read gives two bins, whichever comes first */
+            uint64_t pair;
+            memcpy(&pair, bins + i, sizeof pair);
+            counts[(uint32_t)pair]++;
+            counts[pair >> 32]++;
+        }
         for (; i < count; i++) counts[bins[i]]++;
         return;
     }
