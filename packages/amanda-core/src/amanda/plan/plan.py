@@ -319,10 +319,12 @@ def single_replacement(candidates: Iterable[Action | None]) -> Action | None:
     Raises ReplaceConflictError when tools of nested scopes replace one op.
     """
     replacements = [action for action in candidates if action is not None]
+    if not replacements:
+        return None
     if len(replacements) > 1:
         first, second = (type(action.tool).__name__ for action in replacements[:2])
         raise ReplaceConflictError(
             f"{second} wants to replace an op that {first}, of a scope around, replaces already; one op "
             "has one replacement: apply one of the two, or let one use insert_before_op or insert_after_op"
         )
-    return replacements[0] if replacements else None
+    return replacements[0]

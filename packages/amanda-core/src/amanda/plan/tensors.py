@@ -372,12 +372,16 @@ def sample_count(shapes: Any) -> int:
     return prod(_sizes_by_vmap_level(shapes).values())
 
 
+_NUMBERS = frozenset({int})
+
+
 def _sizes_by_vmap_level(shapes: Any) -> dict[int, int]:
     """Return the sizes of the batches of shapes, or of nested lists of shapes, by the level of the vmap."""
     if isinstance(shapes, BatchedShape):
         return dict(shapes.batches)
     sizes: dict[int, int] = {}
-    if isinstance(shapes, (list, tuple)):
+    # A shape has numbers alone, and most shapes no batches: a call for each number would take longest.
+    if isinstance(shapes, (list, tuple)) and not _NUMBERS.issuperset(map(type, shapes)):
         for shape in shapes:
             sizes.update(_sizes_by_vmap_level(shape))
     return sizes

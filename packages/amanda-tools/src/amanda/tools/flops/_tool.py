@@ -434,7 +434,7 @@ def _add_counts(op_costs: dict[Hashable, OpCost], counts: _Counts) -> None:
 
 def _op_cost_key(op_cost: OpCost) -> Hashable:
     """Return all fields but the calls: ops that agree in them are counted together."""
-    return tuple(value for name, value in vars(op_cost).items() if name != "calls")
+    return tuple([value for name, value in vars(op_cost).items() if name != "calls"])
 
 
 @checked

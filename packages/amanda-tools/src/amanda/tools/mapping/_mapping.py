@@ -52,7 +52,9 @@ class MappingTool(Tool):
 
     @checked(error=RuleError)
     def __init__(self, rules: Rules) -> None:
-        self.rules = [_read_rule(rule, f"rules[{position}]") for position, rule in enumerate(rules)]
+        self.rules = tuple(_read_rule(rule, f"rules[{position}]") for position, rule in enumerate(rules))
+        # Of the rules for a namespace the functions before and those after the tools, in running order.
+        self._rewrites: dict[Namespace, tuple[list[Rewrite], list[Rewrite]]] = {}
         # Rules run at each of the points where a dependent tool may have an analysis routine.
         for backward in (False, True):
             for require_outputs in (False, True):
@@ -61,14 +63,22 @@ class MappingTool(Tool):
                     self.add_closing_inst_for_op(self._apply_after, backward, require_outputs)
 
     def _apply_before(self, context: OpContext) -> None:
-        for rule in self.rules:
-            if rule.before is not None and context.namespace.matches(rule.namespace):
-                rule.before(context)
+        for rewrite in self._rewrites_for(context.namespace)[0]:
+            rewrite(context)
 
     def _apply_after(self, context: OpContext) -> None:
-        for rule in reversed(self.rules):
-            if rule.after is not None and context.namespace.matches(rule.namespace):
-                rule.after(context)
+        for rewrite in self._rewrites_for(context.namespace)[1]:
+            rewrite(context)
+
+    def _rewrites_for(self, namespace: Namespace) -> tuple[list[Rewrite], list[Rewrite]]:
+        # A handful of namespaces, and four calls for each op: its first execution waits for them.
+        rewrites = self._rewrites.get(namespace)
+        if rewrites is None:
+            rules = [rule for rule in self.rules if namespace.matches(rule.namespace)]
+            before = [rule.before for rule in rules if rule.before is not None]
+            after = [rule.after for rule in reversed(rules) if rule.after is not None]
+            rewrites = self._rewrites[namespace] = before, after
+        return rewrites
 
 
 def _read_rule(rule: Sequence[Any], label: str) -> MappingRule:

@@ -82,7 +82,12 @@ def shape(value: Any) -> tuple[int | None, ...] | None:
         return None
     if not isinstance(extents, tuple):
         return None
-    return tuple(extent if isinstance(extent, int) else None for extent in extents)
+    if _NUMBERS.issuperset(map(type, extents)):
+        return tuple(extents)
+    return tuple([extent if isinstance(extent, int) else None for extent in extents])
+
+
+_NUMBERS = frozenset({int})
 
 
 def dtype(value: Any) -> str | None:
@@ -191,23 +196,28 @@ def _is_parameter(value: Any) -> bool:
 
 def layout(kind: str, extents: Sequence[int | None] | None) -> str | None:
     """Return the axes of the data input, such as "NCHW", or "CHW" unbatched; None of other ops and ranks."""
-    if extents is None:
-        return None
+    return None if extents is None else _layout_of_rank(kind, len(extents))
+
+
+# Words, and names of nodes, are few, and each op asks for several: their texts are taken apart once.
+@lru_cache(maxsize=1024)
+def _layout_of_rank(kind: str, rank: int) -> str | None:
     # Of any rank: (N, C) is the input of BatchNorm1d as well.
     if kind in _NORMS:
-        return _LAYOUT_BY_RANK.get(len(extents))
+        return _LAYOUT_BY_RANK.get(rank)
     window_op = _WINDOW_OP.fullmatch(kind)
     if window_op is None:
         return None
     batched_axes = "NC" + _WINDOW_AXES[window_op[2]]
-    if len(extents) == len(batched_axes):
+    if rank == len(batched_axes):
         return batched_axes
-    return batched_axes[1:] if len(extents) == len(batched_axes) - 1 else None
+    return batched_axes[1:] if rank == len(batched_axes) - 1 else None
 
 
 _NODE_NAME = re.compile(r"(.+?)((?:Backward)*)\d*")
 
 
+@lru_cache(maxsize=1024)
 def backward_type(node_name: str, kind: str) -> str:
     """Return the word for a node of the autograd graph that an op of type `kind` made.
 
@@ -219,6 +229,7 @@ def backward_type(node_name: str, kind: str) -> str:
     return forward_word + "_backward" * backward_count  # two in a double backward
 
 
+@lru_cache(maxsize=1024)
 def _stem_and_backward_count(node_name: str) -> tuple[str, int]:
     """Return a node's name without its suffixes, and how many "Backward" it has: "Mul", 1 of MulBackward0."""
     match = _NODE_NAME.fullmatch(node_name)
@@ -240,6 +251,7 @@ def node_word(stem: str, kind: str) -> str:
     return name_word
 
 
+@lru_cache(maxsize=1024)
 def snake(name: str) -> str:
     """Return a name in snake case: `max_pool2d_with_indices` for `MaxPool2DWithIndices`."""
     lowered = re.sub(r"(?<=[a-z])(\d)D(?![a-z])", r"\1d", name)
