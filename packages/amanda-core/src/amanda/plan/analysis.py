@@ -101,6 +101,9 @@ def _context_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> Con
         # The usual case: no key was deleted, so that new ones follow the others.  Half the look-ups' time.
         pairs = zip_longest(after.items(), before.values(), fillvalue=DELETED)
         return {key: value for (key, value), old in pairs if value is not old}
+    if all(map(operator.is_, after, before)):
+        pairs = zip_longest(before.items(), after.values(), fillvalue=DELETED)
+        return {key: value for (key, old), value in pairs if value is not old}
     changes = {key: value for key, value in after.items() if before.get(key, DELETED) is not value}
     changes.update(dict.fromkeys(before.keys() - after.keys(), DELETED))
     return changes

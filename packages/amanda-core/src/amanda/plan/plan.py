@@ -292,6 +292,8 @@ class Plan(Actions):
 
         True as well where no stack has analysis routines for backward ops.
         """
+        if not self._outer_plans:  # the usual case: asked for each backward op of a first pass
+            return not self.has_backward_routines or needs_grad in self.backward.analysed_for
         return all(needs_grad in plan.backward.analysed_for for plan in self.plans_with_backward)
 
     def wants_backward(self, needs_grad: Hashable) -> bool:

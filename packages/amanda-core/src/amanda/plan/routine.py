@@ -57,7 +57,7 @@ def run_routine(
     isolated = not (action.differentiable or autodiff)
     selection: Sequence[Any] = values
     try:
-        selection = values if select is None else selected_values(action, values, facts)
+        selection = values if select is None else selected_values(action, values, facts) if select else []
         positions = range(len(values)) if select is None else select
         if returned is NOT_CALLED:
             is_written = [i in mutable for i in positions] if mutable else ()

@@ -380,8 +380,9 @@ def _sizes_by_vmap_level(shapes: Any) -> dict[int, int]:
     if isinstance(shapes, BatchedShape):
         return dict(shapes.batches)
     sizes: dict[int, int] = {}
-    # A shape has numbers alone, and most shapes no batches: a call for each number would take longest.
-    if isinstance(shapes, (list, tuple)) and not _NUMBERS.issuperset(map(type, shapes)):
+    if isinstance(shapes, (list, tuple)):
         for shape in shapes:
-            sizes.update(_sizes_by_vmap_level(shape))
+            # Most shapes have no batches: a call for each of these, and for each number, takes longest.
+            if shape is not None and not (type(shape) is tuple and _NUMBERS.issuperset(map(type, shape))):
+                sizes.update(_sizes_by_vmap_level(shape))
     return sizes

@@ -6,13 +6,24 @@ import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from math import prod
 from typing import Any
 
 import amanda
 from amanda import interceptor
 from amanda.tools.flops._by_shape import AnyContext, ShapedContext
-from amanda.tools.flops._cost import Components, Cost, Extents, Formula, Shapes, are_known, components, size
+from amanda.tools.flops._cost import (
+    Components,
+    Cost,
+    Extents,
+    Formula,
+    Shapes,
+    are_known,
+    components,
+    size,
+    tensor_shapes,
+)
 from amanda.tools.flops._formulas import attention_backward, no_cost
 from amanda.tools.flops._inside import COMPILED, InnerCosts, count_costs_inside
 from amanda.tools.flops._table import (
@@ -246,9 +257,14 @@ _VIEW_OF_GRADIENT = re.compile(
 """Names of PyTorch's nodes that give a view of the gradient that enters."""
 
 
+@lru_cache(maxsize=1024)
+def _is_view_of_gradient(node_name: str) -> bool:
+    return _VIEW_OF_GRADIENT.fullmatch(node_name) is not None
+
+
 def gradient_bytes(context: AnyContext, grads: Sequence[Any]) -> int:
     """Return the bytes that a backward op moves to give these gradients; 0 where it gives a view."""
-    if _VIEW_OF_GRADIENT.fullmatch(context.get_backward_op().__name__):
+    if _is_view_of_gradient(context.get_backward_op().__name__):
         return 0
     return bytes_of(context, [*(context.get_grad_outputs() or []), *grads])
 
@@ -313,11 +329,14 @@ class OpCostModel:
             return Cost()
         if formula is None or not has_shapes(names, shapes):
             return None
+        sides = [shapes.inputs, shapes.outputs]
+        is_nested = any(isinstance(shape, Components) for side in sides for shape in tensor_shapes(side))
         try:
+            # A formula of the program gets lists of its own.
             component_costs = [
                 (formula(replace(shapes, inputs=inputs, outputs=outputs)), count)
-                for (inputs, outputs), count in components([shapes.inputs, shapes.outputs])
-            ]
+                for (inputs, outputs), count in components(sides)
+            ] if is_nested or custom_formula else [(formula(shapes), 1)]
         except Exception as error:  # an unusual call is not worth the user's program
             if custom_formula is not None:
                 raise

@@ -53,8 +53,8 @@ class MappingTool(Tool):
     @checked(error=RuleError)
     def __init__(self, rules: Rules) -> None:
         self.rules = tuple(_read_rule(rule, f"rules[{position}]") for position, rule in enumerate(rules))
-        # Of the rules for a namespace the functions before and those after the tools, in running order.
-        self._rewrites: dict[Namespace, tuple[list[Rewrite], list[Rewrite]]] = {}
+        # The last namespace, with its rules' functions before and those after the tools, in running order.
+        self._rewrites: tuple[Namespace | None, list[Rewrite], list[Rewrite]] = (None, [], [])
         # Rules run at each of the points where a dependent tool may have an analysis routine.
         for backward in (False, True):
             for require_outputs in (False, True):
@@ -63,21 +63,21 @@ class MappingTool(Tool):
                     self.add_closing_inst_for_op(self._apply_after, backward, require_outputs)
 
     def _apply_before(self, context: OpContext) -> None:
-        for rewrite in self._rewrites_for(context.namespace)[0]:
-            rewrite(context)
-
-    def _apply_after(self, context: OpContext) -> None:
         for rewrite in self._rewrites_for(context.namespace)[1]:
             rewrite(context)
 
-    def _rewrites_for(self, namespace: Namespace) -> tuple[list[Rewrite], list[Rewrite]]:
-        # A handful of namespaces, and four calls for each op: its first execution waits for them.
-        rewrites = self._rewrites.get(namespace)
-        if rewrites is None:
+    def _apply_after(self, context: OpContext) -> None:
+        for rewrite in self._rewrites_for(context.namespace)[2]:
+            rewrite(context)
+
+    def _rewrites_for(self, namespace: Namespace) -> tuple[Namespace | None, list[Rewrite], list[Rewrite]]:
+        # Four calls for each op, of one namespace as a rule: the op's first execution waits for them.
+        rewrites = self._rewrites  # one tuple, since another thread may be at another namespace
+        if rewrites[0] is not namespace:
             rules = [rule for rule in self.rules if namespace.matches(rule.namespace)]
             before = [rule.before for rule in rules if rule.before is not None]
             after = [rule.after for rule in reversed(rules) if rule.after is not None]
-            rewrites = self._rewrites[namespace] = before, after
+            rewrites = self._rewrites = namespace, before, after
         return rewrites
 
 
