@@ -310,11 +310,13 @@ class BackwardStep:
                 plan.stack.drop_dead_op(self._trace.op_id)
         self._pending = []
         actions_after = [action for actions in self._actions for action in actions.after]
-        for action in in_running_order(actions_after, after=True):
+        if len(actions_after) > 1:
+            actions_after = in_running_order(actions_after, after=True)
+        for action in actions_after:
             grads = self._run_routine(action, grads)
         self._facts.drop_values()
         # An op with analyses to come stays unanalysed, since these need the execution's values.
-        if all(plan.is_backward_analysed(self.id) for plan in self._trace.plan.plans_with_backward):
+        if all([plan.is_backward_analysed(self.id) for plan in self._trace.plan.plans_with_backward]):
             self._trace.unanalysed_ids.discard(self.id)
         return grads
 
@@ -343,8 +345,8 @@ class BackwardStep:
     def _shapes_so_far(self) -> tuple[Any, ...]:
         """Return the shapes of the op's inputs and outputs, and of the gradients that exist at this point."""
         assert self._shapes is not None
-        grads = (self._facts.grad_outputs, self._facts.grad_inputs)
-        return (*self._shapes, *(self._ops.shapes(gradients) for gradients in grads if gradients is not None))
+        sides = [self._facts.grad_outputs, self._facts.grad_inputs]
+        return (*self._shapes, *[self._ops.shapes(gradients) for gradients in sides if gradients is not None])
 
     def _run_replacement(self, action: Action, grads: list[Any], grad_outputs: list[Any]) -> list[Any]:
         """Run a replacement; return the gradients that leave the op, `grads` if it returned NotImplemented.

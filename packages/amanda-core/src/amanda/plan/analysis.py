@@ -97,6 +97,9 @@ def _context_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> Con
     Keys that only the state before has are `DELETED`.
     """
     # Compared by identity: equality of tensors has no truth value, and computing it would run ops.
+    if len(before) == len(after) and all(map(operator.is_, before.values(), after.values())):
+        if all(map(operator.is_, before, after)):  # nothing was written
+            return {}
     if len(before) <= len(after) and all(map(operator.is_, before, after)):
         # The usual case: no key was deleted, so that new ones follow the others.  Half the look-ups' time.
         pairs = zip_longest(after.items(), before.values(), fillvalue=DELETED)

@@ -109,7 +109,7 @@ class ToolStack:
             if part is not None and not any(tool is member for member in part.tools):
                 continue
             context._tool, tool_state = tool, tool._amanda
-            earlier_action_count = len(context._actions)
+            earlier_action_count = 0 if part is None else len(context._actions)
             try:
                 with tool_state.lock:
                     # Here and not when the op died: an object may die at any line, also under the tool's
