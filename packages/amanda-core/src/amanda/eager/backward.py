@@ -147,7 +147,7 @@ class BackwardStep:
         # Analyses that `run_before` began and `run_after` completes.
         self._pending: list[tuple[Plan, PendingBackwardPlan]] = []
         self._actions: list[Actions] = []  # of each plan, that of the outermost stack first
-        self._open_tools: list[AnyTool] = []
+        self._open_tool_ids: set[int] = set()
         # Analyses for `run_before`: the index in `_actions`, the plan, and the tools that analyse the op.
         self._due_analyses: list[tuple[int, Plan, Sequence[AnyTool]]] = []
         for plan in trace.plan.plans_with_backward:
@@ -163,7 +163,7 @@ class BackwardStep:
         assert facts is not None
         actions = plan.backward.actions.get(self.id)
         open_tools = self._open_tools_of(plan.stack)
-        self._open_tools += open_tools
+        self._open_tool_ids.update(map(id, open_tools))
         due_tools = plan.tools_to_analyse(self.id, open_tools) if self._state.cache else open_tools
         if actions is None and due_tools and trace.needs_grad in plan.backward.analysed_for:
             # All backward ops had been analysed, so the values that an analysis would read were not stored.
@@ -316,17 +316,13 @@ class BackwardStep:
             grads = self._run_routine(action, grads)
         self._facts.drop_values()
         # An op with analyses to come stays unanalysed, since these need the execution's values.
-        if all([plan.is_backward_analysed(self.id) for plan in self._trace.plan.plans_with_backward]):
+        if all(plan.is_backward_analysed(self.id) for plan in self._trace.plan.plans_with_backward):
             self._trace.unanalysed_ids.discard(self.id)
         return grads
 
     def _is_open(self, action: Action) -> bool:
         """Return True if the action's tool is open."""
-        tool = action.tool
-        for open_tool in self._open_tools:  # each routine of each pass: `any` takes three times as long
-            if open_tool is tool:
-                return True
-        return False
+        return id(action.tool) in self._open_tool_ids
 
     def _run_routine(self, action: Action, grads: list[Any]) -> list[Any]:
         """Run one routine if its tool is open; return the gradients, changed or as they are.

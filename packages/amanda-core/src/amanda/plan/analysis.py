@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
@@ -97,12 +97,11 @@ def _context_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> Con
     Keys that only the state before has are `DELETED`.
     """
     # Compared by identity: equality of tensors has no truth value, and computing it would run ops.
-    if len(before) == len(after) and all(map(operator.is_, before.values(), after.values())):
-        if all(map(operator.is_, before, after)):  # nothing was written
-            return {}
     if len(before) <= len(after) and all(map(operator.is_, before, after)):
         # The usual case: no key was deleted, so that new ones follow the others.  Half the look-ups' time.
-        pairs = zip_longest(after.items(), before.values(), fillvalue=DELETED)
+        if len(before) == len(after) and all(map(operator.is_, before.values(), after.values())):
+            return {}
+        pairs: Iterable[Any] = zip_longest(after.items(), before.values(), fillvalue=DELETED)
         return {key: value for (key, value), old in pairs if value is not old}
     if all(map(operator.is_, after, before)):
         pairs = zip_longest(before.items(), after.values(), fillvalue=DELETED)

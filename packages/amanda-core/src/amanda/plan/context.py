@@ -123,7 +123,7 @@ class OpContext(dict[str, Any]):
         Raises:
             AmandaError: When the inputs were dropped: they live until the op's first backward pass.
         """
-        return self._require_values(None, "inputs") if (inputs := self._facts.inputs) is None else list(inputs)
+        return self._require_values(self._facts.inputs, "inputs")
 
     def get_input_names(self) -> tuple[str, ...]:
         """Return the names of the inputs in the order of the op's schema, also of inputs not given."""

@@ -246,7 +246,7 @@ class _BackwardPass:
         # Of nodes at which another pass under way has hooks, which act in this pass too.
         self._ids_hooked_elsewhere: set[int] = set()
         self._traces_with_steps: list[Trace] = []
-        # Of executions, by the trace's id: an op has several backward ops, and no transform begins in between.
+        # By the trace's id: an op has several backward ops, and no transform begins in between.
         self._shapes_by_trace_id: dict[int, Any] = {}
         self._marked_nodes: list[tuple[Any, Mark, int]] = []  # with the sequence number of each
         self.thread = threading.get_ident()
@@ -374,7 +374,7 @@ class _BackwardPass:
             self._node_handles.append((node, node.register_hook(hooks.after)))
 
     def _shapes_at(self, mark: Mark) -> Any:
-        """Return the shapes of the execution that made a node, without the batches of vmaps that have ended."""
+        """Return the shapes of the execution that made a node, without batches of vmaps that have ended."""
         # Native code leaves shapes at marks, and runs no routine under a vmap: these have no batches.
         if mark.shapes:
             return mark.shapes

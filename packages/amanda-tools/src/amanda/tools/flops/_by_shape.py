@@ -14,12 +14,12 @@ from amanda.tools.flops._table import CONTRACTIONS
 from amanda.tools.flops._tangents import TANGENT, has_tangents, tangent_op_cost
 from amanda.tools.kit import leaves
 
+# Shapes of one op that are counted apart before their costs are computed.
 MAX_SHAPES = 1024
-"""Shapes of one op that are counted apart before their costs are computed."""
+# Costs that are remembered, of all ops together.
 MAX_COSTS = 16 * MAX_SHAPES
-"""Costs that are remembered, of all ops together."""
+# The phase of what a framework runs again in the backward pass, as a checkpoint does.
 RECOMPUTATION = "recomputation"
-"""The phase of what a framework runs again in the backward pass, as a checkpoint does."""
 
 
 class ShapedContext(dict[str, Any]):
@@ -246,22 +246,18 @@ def _make_stand_in_builder(value: Any, type_for_none: Any) -> Callable[[Any], An
         return lambda shape: [Extents(*pair) for pair in zip(shape, element_types, strict=True)]
     if not _is_tensor(value) and (value is not None or type_for_none is None):
         return lambda shape: value
-    return _tensor_builder(type_for_none if value is None else value.dtype)
-
-
-# Each op has several, which differ in the element type alone.
-@lru_cache(maxsize=256)
-def _tensor_builder(element_type: Any) -> Callable[[Any], Any]:
+    element_type = type_for_none if value is None else value.dtype
     return lambda shape: None if shape is None else Extents(shape, element_type)
 
 
 def _is_tensor(value: Any) -> bool:
     # By name: PyTorch is not imported here, and the shape of a subclass may say less than its values.
-    return _is_torch_class(type(value))
+    kind: Any = type(value)  # mypy takes no class for hashable
+    return _is_torch_class(kind)
 
 
 @lru_cache(maxsize=256)
-def _is_torch_class(kind: type[Any]) -> bool:
+def _is_torch_class(kind: Any) -> bool:
     return kind.__name__ in ("Tensor", "Parameter") and kind.__module__.partition(".")[0] == "torch"
 
 
@@ -272,7 +268,7 @@ def are_shapes_enough(sides: Sequence[Sequence[Any]], shape: Callable[[Any], Any
     """
     for value in [value for side in sides for value in side]:
         for element in value if isinstance(value, (list, tuple)) else (value,):
-            if _is_torch_class(type(element)):
+            if _is_tensor(element):
                 extents = shape(element)
                 if extents is None or None in extents:
                     return False

@@ -142,18 +142,13 @@ def table(*entries: tuple[Formula, str]) -> dict[str, Formula]:
 
 def tensor_shapes(shapes: Iterable[Any]) -> list[Shape]:
     """Return the shapes of tensors, those in lists too."""
-    flat: list[Shape] = []  # each op comes here often: no generator
-    for group in shapes:
-        if isinstance(group, list):
-            flat += [shape for shape in group if shape is not None]
-        elif group is not None:
-            flat.append(group)
-    return flat
+    lists = [group if isinstance(group, list) else (group,) for group in shapes]
+    return [shape for group in lists for shape in group if shape is not None]
 
 
 def are_known(shapes: Iterable[Any]) -> bool:
     """Return True if every extent is known."""
-    return not any([None in shape for shape in tensor_shapes(shapes)])
+    return all(None not in shape for shape in tensor_shapes(shapes))
 
 
 def components(sides: Sequence[Sequence[Any]]) -> list[tuple[list[list[Any]], int]]:

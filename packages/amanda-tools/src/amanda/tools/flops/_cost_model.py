@@ -13,17 +13,7 @@ from typing import Any
 import amanda
 from amanda import interceptor
 from amanda.tools.flops._by_shape import AnyContext, ShapedContext
-from amanda.tools.flops._cost import (
-    Components,
-    Cost,
-    Extents,
-    Formula,
-    Shapes,
-    are_known,
-    components,
-    size,
-    tensor_shapes,
-)
+from amanda.tools.flops._cost import Components, Cost, Extents, Formula, Shapes, are_known, components, size
 from amanda.tools.flops._formulas import attention_backward, no_cost
 from amanda.tools.flops._inside import COMPILED, InnerCosts, count_costs_inside
 from amanda.tools.flops._table import (
@@ -135,8 +125,8 @@ def _storage(tensor: Any) -> int | None:
         return None
 
 
+# Convolutions of real numbers by which torch computes one of complex numbers.
 _PRODUCTS_OF_COMPLEX_CONVOLUTION = 3
-"""Convolutions of real numbers by which torch computes one of complex numbers."""
 
 
 def _backward_macs(context: amanda.OpContext) -> int:
@@ -200,14 +190,14 @@ def _macs_of_recurrent_layer(context: amanda.OpContext) -> int | None:
     return int(steps * batch * macs_per_row + state_macs)
 
 
+# Of an LSTM.
 _GATES = 4
-"""Of an LSTM."""
 
+# Of ops that move tensors between processes, which cost bytes alone.
 LIBRARIES = ("c10d::", "_c10d_functional", "fsdp::")
-"""Of ops that move tensors between processes, which cost bytes alone."""
 
+# Types whose formulas read nested tensors, which have no shape, themselves.
 OF_NESTED = ("_transformer_encoder_layer_fwd",)
-"""Types whose formulas read nested tensors, which have no shape, themselves."""
 
 
 def formula_of(names: tuple[str, str]) -> Formula | None:
@@ -251,20 +241,17 @@ def bytes_moved(context: AnyContext, names: tuple[str, str], outputs: Sequence[A
     return count_bytes(names, input_bytes, output_bytes, in_place)
 
 
-_VIEW_OF_GRADIENT = re.compile(
-    r"(Unsafe)?(Adjoint|Alias|Mt|MT|Permute|Squeeze|T|Transpose|Unsqueeze|View)Backward\d*"
+# Names of PyTorch's nodes that give a view of the gradient that enters; cached, since each node is asked.
+_gives_view = lru_cache(1024)(
+    re.compile(
+        r"(Unsafe)?(Adjoint|Alias|Mt|MT|Permute|Squeeze|T|Transpose|Unsqueeze|View)Backward\d*"
+    ).fullmatch
 )
-"""Names of PyTorch's nodes that give a view of the gradient that enters."""
-
-
-@lru_cache(maxsize=1024)
-def _is_view_of_gradient(node_name: str) -> bool:
-    return _VIEW_OF_GRADIENT.fullmatch(node_name) is not None
 
 
 def gradient_bytes(context: AnyContext, grads: Sequence[Any]) -> int:
     """Return the bytes that a backward op moves to give these gradients; 0 where it gives a view."""
-    if _is_view_of_gradient(context.get_backward_op().__name__):
+    if _gives_view(context.get_backward_op().__name__):
         return 0
     return bytes_of(context, [*(context.get_grad_outputs() or []), *grads])
 
@@ -329,14 +316,11 @@ class OpCostModel:
             return Cost()
         if formula is None or not has_shapes(names, shapes):
             return None
-        sides = [shapes.inputs, shapes.outputs]
-        is_nested = any(isinstance(shape, Components) for side in sides for shape in tensor_shapes(side))
         try:
-            # A formula of the program gets lists of its own.
             component_costs = [
                 (formula(replace(shapes, inputs=inputs, outputs=outputs)), count)
-                for (inputs, outputs), count in components(sides)
-            ] if is_nested or custom_formula else [(formula(shapes), 1)]
+                for (inputs, outputs), count in components([shapes.inputs, shapes.outputs])
+            ]
         except Exception as error:  # an unusual call is not worth the user's program
             if custom_formula is not None:
                 raise

@@ -52,10 +52,10 @@ from amanda.tools.select import SelectOptions, select
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+# The cost of an op whose shapes are not known at analysis.
 _COST_AT_EXECUTION: Any = object()
-"""The cost of an op whose shapes are not known at analysis."""
+# Types of backward ops that cost by shapes, besides those of products.
 _TYPES_BY_ELEMENTS = ELEMENTWISE | NO_WORK | {"scaled_dot_product_attention"}
-"""Types of backward ops that cost by shapes, besides those of products."""
 
 _Counts = ShapeCounts | AnyShapeCount
 
@@ -275,7 +275,7 @@ class FlopsTool(amanda.Tool):
         return self._model.cost_of_op(names, shapes, context.get_source(), context["complex_products"])
 
     def _count_by_shapes(self, context: amanda.OpContext, names: tuple[str, str], cost: Cost) -> None:
-        """Insert a tally of the op's executions by shapes; cost: at the first ones, which the context gets."""
+        """Insert a tally of the op's executions by shapes; cost: at the first shapes, for the context."""
         sides = [context.get_inputs(), context.get_outputs() or []]
         measure, costs = self._op_cost_at_shapes, self._cost_by_shapes
         shape_counts = context["by_shape"] = ShapeCounts(context, sides, measure, costs, self._settle_counts)
@@ -285,9 +285,7 @@ class FlopsTool(amanda.Tool):
         counts = AnyShapeCount(op_cost, _op_cost_key(op_cost)) if is_free(context, names) else shape_counts
         context.insert_after_op(self._shared_counts(context, counts), outputs=[])
 
-    def _op_cost_at_shapes(
-        self, context: AnyContext, shapes: tuple[Any, ...] = (), cost: Cost | None = None
-    ) -> OpCost:
+    def _op_cost_at_shapes(self, context: AnyContext, shapes: Any = (), cost: Cost | None = None) -> OpCost:
         """Compute the cost of an op at the shapes of a context, unless it is given; return a new OpCost."""
         # `shapes` are those of the context once more, as ShapeCounts passes them to each `measure`.
         outputs = context.get_outputs() or []

@@ -47,10 +47,11 @@ KERNEL_WORDS_BY_OP = {
 """Words of the nodes that compute an op's own gradient, by the op's word."""
 
 _WINDOW_AXES = {"1": "W", "2": "HW", "3": "DHW"}
-_WINDOW_OP = re.compile(
+# Words, and names of nodes, are few, and each op asks for several: their texts are taken apart once.
+_match_window_op = lru_cache(maxsize=1024)(re.compile(
     r"(conv_transpose|conv|max_unpool|fractional_max_pool|(?:adaptive_)?(?:max|avg)_pool"
     r"|(?:reflection|replication)_pad|upsample_[a-z]+?)([123])d"
-)
+).fullmatch)  # fmt: skip
 _NORMS = ("batch_norm", "instance_norm", "group_norm")
 _LAYOUT_BY_RANK = {2: "NC", 3: "NCW", 4: "NCHW", 5: "NCDHW"}
 
@@ -196,22 +197,18 @@ def _is_parameter(value: Any) -> bool:
 
 def layout(kind: str, extents: Sequence[int | None] | None) -> str | None:
     """Return the axes of the data input, such as "NCHW", or "CHW" unbatched; None of other ops and ranks."""
-    return None if extents is None else _layout_of_rank(kind, len(extents))
-
-
-# Words, and names of nodes, are few, and each op asks for several: their texts are taken apart once.
-@lru_cache(maxsize=1024)
-def _layout_of_rank(kind: str, rank: int) -> str | None:
+    if extents is None:
+        return None
     # Of any rank: (N, C) is the input of BatchNorm1d as well.
     if kind in _NORMS:
-        return _LAYOUT_BY_RANK.get(rank)
-    window_op = _WINDOW_OP.fullmatch(kind)
+        return _LAYOUT_BY_RANK.get(len(extents))
+    window_op = _match_window_op(kind)
     if window_op is None:
         return None
     batched_axes = "NC" + _WINDOW_AXES[window_op[2]]
-    if rank == len(batched_axes):
+    if len(extents) == len(batched_axes):
         return batched_axes
-    return batched_axes[1:] if rank == len(batched_axes) - 1 else None
+    return batched_axes[1:] if len(extents) == len(batched_axes) - 1 else None
 
 
 _NODE_NAME = re.compile(r"(.+?)((?:Backward)*)\d*")
