@@ -80,8 +80,11 @@ class PendingPlan(Generic[PlanT]):
             stack_plan.context_changes[point_key] = {**earlier_changes, **changes}
         # A scope within starts before the op, so it needs the context without what came after the op.
         if point is InstrumentationPoint.AFTER_FORWARD_OP:
-            has_changed = changes or context_before is not initial_context
-            stack_plan.changes_to_undo = _context_changes(context, initial_context) if has_changed else {}
+            if context_before is initial_context:  # no scope around: half the look-ups
+                undone = {key: initial_context.get(key, DELETED) for key in changes}
+            else:
+                undone = _context_changes(context, initial_context)
+            stack_plan.changes_to_undo = undone
         return recorded_actions
 
     def _update_plan(self, recorded: Sequence[Action]) -> None:

@@ -303,8 +303,10 @@ def _first_paths(outer: torch.nn.Module) -> dict[int, str]:
 
 def _holds_at(outer: torch.nn.Module, path: str, inner: torch.nn.Module) -> bool:
     """Return True if `inner` is the submodule of `outer` at a path; "" is the path of `outer` itself."""
+    if "." not in path:  # of a child, as the path of nearly every call within its caller
+        return outer._modules.get(path) is inner if path else outer is inner
     module: torch.nn.Module | None = outer
-    for name in path.split(".") if path else ():
+    for name in path.split("."):
         module = None if module is None else module._modules.get(name)
     return module is inner
 
@@ -322,6 +324,9 @@ def strip_wrappers(outer: torch.nn.Module, path: str) -> str:
 
     path: as `named_modules` or `named_parameters` spells it.
     """
+    if "." not in path:  # of a child, as the path of nearly every call within its caller
+        outer_class: Any = type(outer)
+        return "" if path == wrapped_attribute(outer_class) else path
     parts, module = [], outer
     for part in path.split("."):
         module_class: Any = type(module)

@@ -148,7 +148,7 @@ def tensor_shapes(shapes: Iterable[Any]) -> list[Shape]:
 
 def are_known(shapes: Iterable[Any]) -> bool:
     """Return True if every extent is known."""
-    return all(None not in shape for shape in tensor_shapes(shapes))
+    return True not in [None in shape for shape in tensor_shapes(shapes)]
 
 
 def components(sides: Sequence[Sequence[Any]]) -> list[tuple[list[list[Any]], int]]:

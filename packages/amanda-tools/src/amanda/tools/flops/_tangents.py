@@ -34,7 +34,7 @@ def has_tangents(shapes: Any) -> bool:
     """Return True if any value among shapes has a tangent."""
     if getattr(shapes, "tangents", ()):
         return True
-    return isinstance(shapes, (list, tuple)) and any(map(has_tangents, shapes))
+    return any(has_tangents(shape) for shape in shapes if isinstance(shape, (list, tuple)))
 
 
 def tangent_op_cost(context: Any, op_cost: OpCost, shapes: Sequence[Any]) -> OpCost:
