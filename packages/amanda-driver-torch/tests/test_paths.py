@@ -209,7 +209,7 @@ class Renaming(nn.Sequential):
 class Calls(nn.Module):
     """Calls modules that it holds at several places, some of them through another module."""
 
-    def __init__(self) -> None:
+    def __init__(self, own: type[nn.Sequential]) -> None:
         super().__init__()
         shared = nn.Linear(4, 4)
         self.block = nn.Sequential(nn.ModuleDict({"a": shared}), nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
@@ -217,25 +217,28 @@ class Calls(nn.Module):
         self.shared = shared
         self.again = self.block[1]
         self.wrapped = nn.parallel.DataParallel(nn.Linear(4, 4), device_ids=[])
-        self.own = Renaming(nn.Linear(4, 4))
+        self.own = own(nn.Linear(4, 4))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.own(self.wrapped(self.again(self.shared(x))))
         return self.own[0](self.again[0](x))
 
 
-def test_a_module_has_its_first_path_as_named_modules_spells_it() -> None:
+@pytest.mark.parametrize(("own", "in_own"), [(nn.Sequential, "own.0"), (Renaming, "renamed.own.renamed.0")])
+def test_a_module_has_its_first_path_as_named_modules_spells_it(
+    own: type[nn.Sequential], in_own: str
+) -> None:
     scopes: list[str] = []
     tool = amanda.Tool()
     tool.add_inst_for_op(lambda context: scopes.append(context.get_scope()))
-    model, x = Calls(), torch.rand(2, 4)
+    model, x = Calls(own), torch.rand(2, 4)
     with amanda.apply(tool):
         model(x)
     first_paths = {id(module): path for path, module in reversed([*model.named_modules()])}
     assert first_paths[id(model.shared)] == "block.0.a"
     assert first_paths[id(model.again[0])] == "block.1.0"
     assert scopes == [
-        "block.0.a", "block.1.0", "block.1.1", "wrapped", "renamed.own.renamed.0", "block.1.0",
+        "block.0.a", "block.1.0", "block.1.1", "wrapped", in_own, "block.1.0",
         first_paths[id(model.own[0])],
     ]  # fmt: skip
 
