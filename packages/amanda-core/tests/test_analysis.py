@@ -1,6 +1,8 @@
 """Analysis of an op that is met for the first time."""
 
+import functools
 import gc
+import inspect
 import threading
 from functools import partial
 from typing import Any
@@ -101,12 +103,22 @@ def marked() -> list[Any]:
     class Callable:
         def __call__(self, x: Any, *, run: dict[str, Any]) -> None: ...
 
+    class Signed(Callable):
+        __signature__ = inspect.Signature()  # what a caller sees
+
+    class Wrapping:
+        @functools.wraps(max)
+        def __call__(self, *values: Any, run: dict[str, Any]) -> None: ...
+
     tool = Tool()
     watcher = amanda.observer(Callable())
     return [
         (tool.method, True, True), (tool.plain, False, False), (watcher, True, True),
         (Callable(), False, True), (amanda.observer(lambda x: x), True, False),
         (lambda x, run: x, False, True), (max, False, False),
+        (Signed(), False, False), (Wrapping(), False, False), (Callable, False, False),
+        (partial(Callable()), False, True), (partial(Callable(), run={}), False, True),
+        (functools.wraps(max)(lambda x, run: x), False, False),
     ]  # fmt: skip
 
 

@@ -165,3 +165,51 @@ def test_tools_of_nested_scopes_see_and_do_what_the_model_says(seed: int) -> Non
         for tool, point, written in (event for event in log if isinstance(event, Seen)):
             possible = [written_for(layers_of_pass, tool, point) for layers_of_pass in (forward, whole)]
             assert written in possible, (seed, number, tool.key, point)
+
+
+class Rewriting(amanda.Tool):
+    """Writes, deletes and writes anew keys of the context of `relu` at two points, as a seed chooses."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.seed = seed
+        self.add_inst_for_op(partial(self.rewrite, 0))
+        self.add_inst_for_op(partial(self.rewrite, 1), require_outputs=True)
+
+    def rewrite(self, point: int, context: amanda.OpContext) -> None:
+        chance = random.Random(f"{self.seed} {point}")
+        for _ in range(chance.randint(0, 6)):
+            key = chance.choice("abcd")
+            if chance.random() < 0.5:
+                context[key] = chance.choice([None, 1, "one", 2.0])
+            else:
+                context.pop(key, None)
+
+
+class Reading(amanda.Tool):
+    """Lists the keys and values that it finds before and after `relu`."""
+
+    def __init__(self, rewriting: Rewriting) -> None:
+        super().__init__()
+        self.found: list[dict[str, object]] = []
+        self.depends_on(rewriting)
+        for after in (False, True):
+            self.add_inst_for_op(lambda context: self.found.append(dict(context)), require_outputs=after)
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_a_scope_within_sees_the_context_as_the_first_execution_left_it(seed: int) -> None:
+    plain = Calling(lambda x: fake.relu(x))
+
+    def run() -> None:
+        plain(fake.tensor([1.0]))
+
+    at_first, later = (Reading(Rewriting(seed)) for _ in range(2))
+    with attached(FakeDriver):
+        with amanda.apply(at_first):  # analysed together
+            run()
+        with amanda.apply(later._amanda.dependencies[0]):
+            run()
+            with amanda.apply(later):  # the plan of the scope around is from an earlier execution
+                run()
+    assert later.found == at_first.found

@@ -196,3 +196,61 @@ def test_paths_of_modules_keep_no_module_alive() -> None:
     inner[0] = nn.Tanh()
     gc.collect()
     assert gone() is None
+
+
+class Renaming(nn.Sequential):
+    """A module whose `named_modules` has names of its own."""
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Any:
+        for path, module in super().named_modules(*args, **kwargs):
+            yield (f"renamed.{path}" if path else ""), module
+
+
+class Calls(nn.Module):
+    """Calls modules that it holds at several places, some of them through another module."""
+
+    def __init__(self, own: type[nn.Sequential]) -> None:
+        super().__init__()
+        shared = nn.Linear(4, 4)
+        self.block = nn.Sequential(nn.ModuleDict({"a": shared}), nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+        self.register_module("absent", None)
+        self.shared = shared
+        self.again = self.block[1]
+        self.wrapped = nn.parallel.DataParallel(nn.Linear(4, 4), device_ids=[])
+        self.own = own(nn.Linear(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.own(self.wrapped(self.again(self.shared(x))))
+        return self.own[0](self.again[0](x))
+
+
+@pytest.mark.parametrize(("own", "in_own"), [(nn.Sequential, "own.0"), (Renaming, "renamed.own.renamed.0")])
+def test_a_module_has_its_first_path_as_named_modules_spells_it(
+    own: type[nn.Sequential], in_own: str
+) -> None:
+    scopes: list[str] = []
+    tool = amanda.Tool()
+    tool.add_inst_for_op(lambda context: scopes.append(context.get_scope()))
+    model, x = Calls(own), torch.rand(2, 4)
+    with amanda.apply(tool):
+        model(x)
+    first_paths = {id(module): path for path, module in reversed([*model.named_modules()])}
+    assert first_paths[id(model.shared)] == "block.0.a"
+    assert first_paths[id(model.again[0])] == "block.1.0"
+    assert scopes == [
+        "block.0.a", "block.1.0", "block.1.1", "wrapped", in_own, "block.1.0",
+        first_paths[id(model.own[0])],
+    ]  # fmt: skip
+
+
+def test_a_module_that_has_moved_is_found_at_its_new_path() -> None:
+    scopes: list[str] = []
+    tool = amanda.Tool()
+    tool.add_inst_for_op(lambda context: scopes.append(context.get_scope()))
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    model, x = nn.Sequential(first, second), torch.rand(2, 4)
+    with amanda.apply(tool), amanda.cache_disabled():
+        model(x)
+        model[0], model[1] = second, first
+        model(x)
+    assert scopes == ["0", "1", "0", "1"]

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import amanda
+from amanda.plan.context import OpFacts
 from amanda.tools.mapping import MappingTool, RuleError, StandardMapping
 
 X = torch.rand(2, 2, requires_grad=True)
@@ -112,6 +113,30 @@ def test_a_mapping_translates_what_a_tool_put_into_the_context() -> None:
 def test_the_mapping_is_found_after_import_amanda_alone() -> None:
     assert amanda.tools.mapping.MappingTool is MappingTool  # type: ignore[attr-defined]
     assert isinstance(amanda.load_tool("standard_mapping"), StandardMapping)
+
+
+def test_rules_of_a_mapping_serve_ops_of_several_namespaces_in_turn() -> None:
+    seen: list[str] = []
+    mapping = MappingTool(
+        rules=[
+            ["pytorch", log(seen, "pytorch before"), log(seen, "pytorch after")],
+            ["tensorflow", log(seen, "tensorflow before"), log(seen, "tensorflow after")],
+            ["*", log(seen, "any before"), log(seen, "any after")],
+        ]
+    )
+    contexts = [
+        amanda.OpContext(OpFacts(abs, number, amanda.Namespace(f"{framework}/1/eager")), lambda *_: None)
+        for number, framework in enumerate(["pytorch", "tensorflow", "jax", "pytorch"])
+    ]
+    for context in contexts:
+        mapping._apply_before(context)
+        mapping._apply_after(context)
+    expected: list[str] = []
+    for framework in ("pytorch", "tensorflow", "", "pytorch"):
+        own = [framework] if framework else []
+        expected += [f"{rule} before" for rule in [*own, "any"]]
+        expected += [f"{rule} after" for rule in ["any", *own]]
+    assert seen == expected
 
 
 def test_a_standard_mapping_can_be_pickled() -> None:

@@ -151,7 +151,7 @@ class BackwardStep:
         # Analyses that `run_before` began and `run_after` completes.
         self._pending: list[tuple[Plan, PendingBackwardPlan]] = []
         self._actions: list[Actions] = []  # of each plan, that of the outermost stack first
-        self._open_tools: list[AnyTool] = []
+        self._open_tool_ids: set[int] = set()
         # Analyses for `run_before`: the index in `_actions`, the plan, and the tools that analyse the op.
         self._due_analyses: list[tuple[int, Plan, Sequence[AnyTool]]] = []
         for plan in trace.plan.plans_with_backward:
@@ -167,7 +167,7 @@ class BackwardStep:
         assert facts is not None
         actions = plan.backward.actions.get(self.id)
         open_tools = self._open_tools_of(plan.stack)
-        self._open_tools += open_tools
+        self._open_tool_ids.update(map(id, open_tools))
         due_tools = plan.tools_to_analyse(self.id, open_tools) if self._state.cache else open_tools
         if actions is None and due_tools and trace.needs_grad in plan.backward.analysed_for:
             # All backward ops had been analysed, so the values that an analysis would read were not stored.
@@ -240,8 +240,9 @@ class BackwardStep:
     @property
     def has_work(self) -> bool:
         """Return True if an analysis or an open tool's action is due, so that the driver has to add hooks."""
-        all_actions = (action for actions in self._actions for action in actions.all)
-        return bool(self._due_analyses or any(map(self._is_open, all_actions)))
+        if self._due_analyses:
+            return True
+        return any(self._is_open(action) for actions in self._actions for action in actions.all)
 
     def run_before(self, grad_outputs: Sequence[Any]) -> list[Any]:
         """Run routines before the op, and in the first call due analyses; return the gradients that enter."""
@@ -300,7 +301,7 @@ class BackwardStep:
             grad_outputs: Gradients that entered the op, after `run_before`.
         """
         grads = list(grad_inputs)
-        replacement = single_replacement(actions.replace for actions in self._actions)
+        replacement = single_replacement([actions.replace for actions in self._actions])
         if replacement is not None and self._is_open(replacement):
             grads = self._run_replacement(replacement, grads, list(grad_outputs))
         self._facts.grad_outputs, self._facts.grad_inputs = list(grad_outputs), list(grads)
@@ -313,7 +314,9 @@ class BackwardStep:
                 plan.stack.drop_dead_op(self._trace.op_id)
         self._pending = []
         actions_after = [action for actions in self._actions for action in actions.after]
-        for action in in_running_order(actions_after, after=True):
+        if len(actions_after) > 1:
+            actions_after = in_running_order(actions_after, after=True)
+        for action in actions_after:
             grads = self._run_routine(action, grads)
         self._facts.drop_values()
         # An op with analyses to come stays unanalysed, since these need the execution's values.
@@ -323,7 +326,7 @@ class BackwardStep:
 
     def _is_open(self, action: Action) -> bool:
         """Return True if the action's tool is open."""
-        return any(action.tool is tool for tool in self._open_tools)
+        return id(action.tool) in self._open_tool_ids
 
     def _run_routine(self, action: Action, grads: list[Any]) -> list[Any]:
         """Run one routine if its tool is open; return the gradients, changed or as they are.
@@ -342,8 +345,8 @@ class BackwardStep:
     def _shapes_so_far(self) -> tuple[Any, ...]:
         """Return the shapes of the op's inputs and outputs, and of the gradients that exist at this point."""
         assert self._shapes is not None
-        grads = (self._facts.grad_outputs, self._facts.grad_inputs)
-        return (*self._shapes, *(self._ops.shapes(gradients) for gradients in grads if gradients is not None))
+        sides = [self._facts.grad_outputs, self._facts.grad_inputs]
+        return (*self._shapes, *[self._ops.shapes(gradients) for gradients in sides if gradients is not None])
 
     def _run_replacement(self, action: Action, grads: list[Any], grad_outputs: list[Any]) -> list[Any]:
         """Run a replacement; return the gradients that leave the op, `grads` if it returned NotImplemented.

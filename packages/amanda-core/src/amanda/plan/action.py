@@ -138,13 +138,18 @@ class Action:
         self.gathered = gathering_routine(func) if self.observer else None
         self.opening = "opening" in mark_names
         self.innermost = "innermost" in mark_names
-        self.takes_run = self._takes("run")
+        names, keyword_only_names = _parameter_names(func)
+        self.takes_run = "run" in names and "run" not in kwargs
         # Objects that native code serves have an attribute of that name, and no parameter.
-        self.takes_recomputed = not isinstance(func, _WITH_RECOMPUTED) and self._takes("recomputed")
+        self.takes_recomputed = (
+            "recomputed" in names and "recomputed" not in kwargs and not isinstance(func, _WITH_RECOMPUTED)
+        )
         if self.takes_recomputed:
             self.kwargs = {**kwargs, "recomputed": False}
         # A replacement computes the op from its values, which have their shapes.
-        self.takes_shapes = not type.is_replacement and self._takes("shapes")
+        self.takes_shapes = (
+            "shapes" in keyword_only_names and "shapes" not in kwargs and not type.is_replacement
+        )
         self.takes_original = type is REPLACE_OP and self._takes("original")
         self.parameters = self._free_parameters() if type is REPLACE_OP else None
 
@@ -213,29 +218,44 @@ def has_parameter(func: Routine, name: str, keyword_only: bool = False) -> bool:
         name: Name of the parameter.
         keyword_only: Whether the parameter has to be keyword-only.
     """
+    names, keyword_only_names = _parameter_names(func)
+    return name in (keyword_only_names if keyword_only else names)
+
+
+def _parameter_names(func: Routine) -> tuple[Sequence[str], Sequence[str]]:
+    """Return the names of a routine's parameters, and those of the keyword-only ones.
+
+    Both are empty where the signature is unknown, as in C.
+    """
     if isinstance(func, interceptor.ClockObserver):
-        return False  # it takes no values
+        return (), ()  # it takes no values
     # The first argument of a bound method is `self`, which no caller passes.
     function, first_index = (func.__func__, 1) if isinstance(func, MethodType) else (func, 0)
-    if isinstance(func, interceptor.ShapeCounter):
+    if not isinstance(function, (FunctionType, type)) and not _has_other_signature(func):
+        # Observers and tallies are objects whose class has a `__call__` in Python.
         function, first_index = type(func).__call__, 1
-    if isinstance(function, FunctionType) and not _has_other_signature(function.__dict__):
+    if isinstance(function, FunctionType) and not _has_other_signature(function):
         # Takes a tenth of the time of `inspect`; a tool may record thousands of actions.
         code = function.__code__
         # `co_varnames` begins with the positional parameters, which the keyword-only ones follow.
-        start = code.co_argcount if keyword_only else first_index
         end = code.co_argcount + code.co_kwonlyargcount
-        return end > start and name in code.co_varnames[start:end]
+        return code.co_varnames[first_index:end], code.co_varnames[code.co_argcount : end]
     try:
-        parameter = inspect.signature(func).parameters.get(name)
+        parameters = inspect.signature(func).parameters
     except (TypeError, ValueError):
-        return False
-    return parameter is not None and (not keyword_only or parameter.kind is parameter.KEYWORD_ONLY)
+        return (), ()
+    keyword_only = [
+        name for name, parameter in parameters.items() if parameter.kind is parameter.KEYWORD_ONLY
+    ]
+    return tuple(parameters), keyword_only
 
 
-def _has_other_signature(attributes: Mapping[str, Any]) -> bool:
+def _has_other_signature(func: Routine) -> bool:
     # `functools.wraps` and `__signature__` say that the code object is not what a caller sees.
-    return bool(attributes) and ("__wrapped__" in attributes or "__signature__" in attributes)
+    if isinstance(func, FunctionType):  # most functions have no attributes, and `hasattr` takes longer
+        attributes = func.__dict__
+        return bool(attributes) and ("__wrapped__" in attributes or "__signature__" in attributes)
+    return hasattr(func, "__wrapped__") or hasattr(func, "__signature__")
 
 
 def marks(func: Routine) -> frozenset[str]:

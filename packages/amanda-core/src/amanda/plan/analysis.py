@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 from weakref import ref
 
@@ -78,7 +80,11 @@ class PendingPlan(Generic[PlanT]):
             stack_plan.context_changes[point_key] = {**earlier_changes, **changes}
         # A scope within starts before the op, so it needs the context without what came after the op.
         if point is InstrumentationPoint.AFTER_FORWARD_OP:
-            stack_plan.changes_to_undo = _context_changes(context, initial_context)
+            if context_before is initial_context:  # no scope around: half the look-ups
+                undone = {key: initial_context.get(key, DELETED) for key in changes}
+            else:
+                undone = _context_changes(context, initial_context)
+            stack_plan.changes_to_undo = undone
         return recorded_actions
 
     def _update_plan(self, recorded: Sequence[Action]) -> None:
@@ -94,6 +100,15 @@ def _context_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> Con
     Keys that only the state before has are `DELETED`.
     """
     # Compared by identity: equality of tensors has no truth value, and computing it would run ops.
+    if len(before) <= len(after) and all(map(operator.is_, before, after)):
+        # The usual case: no key was deleted, so that new ones follow the others.  Half the look-ups' time.
+        if len(before) == len(after) and all(map(operator.is_, before.values(), after.values())):
+            return {}
+        pairs: Iterable[Any] = zip_longest(after.items(), before.values(), fillvalue=DELETED)
+        return {key: value for (key, value), old in pairs if value is not old}
+    if all(map(operator.is_, after, before)):
+        pairs = zip_longest(before.items(), after.values(), fillvalue=DELETED)
+        return {key: value for (key, old), value in pairs if value is not old}
     changes = {key: value for key, value in after.items() if before.get(key, DELETED) is not value}
     changes.update(dict.fromkeys(before.keys() - after.keys(), DELETED))
     return changes

@@ -123,7 +123,7 @@ class OpContext(dict[str, Any]):
         Raises:
             AmandaError: When the inputs were dropped: they live until the op's first backward pass.
         """
-        return self._require_values(self._facts.inputs, "inputs")
+        return list(self._facts.inputs or self._require_values(self._facts.inputs, "inputs"))
 
     def get_input_names(self) -> tuple[str, ...]:
         """Return the names of the inputs in the order of the op's schema, also of inputs not given."""
@@ -333,7 +333,7 @@ class OpContext(dict[str, Any]):
 
     def is_backward(self) -> bool:
         """Return True for the context of a backward op."""
-        return not self.is_forward()
+        return self._facts.backward_op_id is not None
 
     def is_after(self) -> bool:
         """Return True in an analysis routine that runs after the op, where its outputs are known."""

@@ -293,6 +293,8 @@ def selected_positions(
     select: a position or name, or several; names only of inputs.
     """
     keys = (select,) if isinstance(select, (int, str)) else tuple(select)
+    if not keys:  # counters and clocks take no values
+        return ()
     takes_inputs = kind in (ActionType.INSERT_BEFORE_OP, ActionType.REPLACE_OP)
     inputs = facts.inputs
     # The number of outputs and gradients is not known before the op has run.

@@ -143,6 +143,7 @@ class Plan(Actions):
 
     scope_actions: the actions of the stack's own tools, without those of the stacks around.
     context: the context of the forward analyses; contexts of backward ops start as copies of it.
+    outer_plans: the plan of each stack around, the outermost first.
     has_backward_routines: True if a stack of the chain has analysis routines for backward ops.
     backward: the analysed backward ops.
     context_changes: changes of the context by the stack's own tools after the op and at backward ops, by the
@@ -156,7 +157,6 @@ class Plan(Actions):
     """
 
     __slots__ = (
-        "_outer_plans",
         "_recomputation_actions",
         "_recorded_run_dicts",
         "_run_dicts",
@@ -165,6 +165,7 @@ class Plan(Actions):
         "context",
         "context_changes",
         "has_backward_routines",
+        "outer_plans",
         "scope_actions",
         "stack",
     )
@@ -174,7 +175,7 @@ class Plan(Actions):
         self.stack = stack
         self.context = context
         self.scope_actions = Actions()
-        self._outer_plans: tuple[Plan, ...] = () if outer is None else outer.chain
+        self.outer_plans: tuple[Plan, ...] = () if outer is None else outer.chain
         # Made when first asked for: few plans have routines that take `run`.
         self._run_dicts: RunDicts | None = None
         self._recorded_run_dicts: RecordedRunDicts | None = None
@@ -187,20 +188,15 @@ class Plan(Actions):
         self.changes_to_undo: ContextChanges = {}
 
     @property
-    def outer_plans(self) -> tuple[Plan, ...]:
-        """Return the plan of each stack around, the outermost first."""
-        return self._outer_plans
-
-    @property
     def chain(self) -> tuple[Plan, ...]:
         """Return the plan of each stack around, the outermost first, and this one."""
         # Not stored: a plan that refers to itself would live until the garbage collector runs.
-        return (*self._outer_plans, self)
+        return (*self.outer_plans, self)
 
     @property
     def plans_with_backward(self) -> list[Plan]:
         """Return the plans of the chain whose stacks have analysis routines for backward ops."""
-        if not self._outer_plans:
+        if not self.outer_plans:
             return [self] if self.has_backward_routines else []
         return [plan for plan in self.chain if plan.stack.wants_backward]
 
@@ -209,7 +205,10 @@ class Plan(Actions):
 
         Raises ReplaceConflictError as `merged` does.
         """
-        merged = Actions.merged([plan.scope_actions for plan in self.chain])
+        if self.outer_plans:
+            merged = Actions.merged([plan.scope_actions for plan in self.chain])
+        else:  # most programs have one scope
+            merged = self.scope_actions.in_running_order()
         self.before, self.replace, self.after = merged.before, merged.replace, merged.after
         self._recomputation_actions = None
 
@@ -231,11 +230,13 @@ class Plan(Actions):
     def has_output_routines(self) -> bool:
         """Return True if a routine after the op receives outputs of the op, which the routine may change."""
         # A tally selects no values, so it cannot change an output, and in-place ops need no copies for it.
-        return any(action.select != () for action in self.after)
+        return bool(self.after) and any(action.select != () for action in self.after)
 
     @property
     def takes_shapes(self) -> bool:
         """Return True if a routine before or after the op takes shapes."""
+        if not (self.before or self.after):
+            return False
         return any(action.takes_shapes for action in self.inserted)
 
     def run_dicts(self, ops: TensorOps, recomputable: bool) -> RunDicts:
@@ -292,6 +293,8 @@ class Plan(Actions):
 
         True as well where no stack has analysis routines for backward ops.
         """
+        if not self.outer_plans:  # the usual case: asked for each backward op of a first pass
+            return not self.has_backward_routines or needs_grad in self.backward.analysed_for
         return all(needs_grad in plan.backward.analysed_for for plan in self.plans_with_backward)
 
     def wants_backward(self, needs_grad: Hashable) -> bool:
@@ -319,10 +322,12 @@ def single_replacement(candidates: Iterable[Action | None]) -> Action | None:
     Raises ReplaceConflictError when tools of nested scopes replace one op.
     """
     replacements = [action for action in candidates if action is not None]
+    if not replacements:
+        return None
     if len(replacements) > 1:
         first, second = (type(action.tool).__name__ for action in replacements[:2])
         raise ReplaceConflictError(
             f"{second} wants to replace an op that {first}, of a scope around, replaces already; one op "
             "has one replacement: apply one of the two, or let one use insert_before_op or insert_after_op"
         )
-    return replacements[0] if replacements else None
+    return replacements[0]

@@ -57,7 +57,7 @@ def run_routine(
     isolated = not (action.differentiable or autodiff)
     selection: Sequence[Any] = values
     try:
-        selection = values if select is None else selected_values(action, values, facts)
+        selection = values if select is None else selected_values(action, values, facts) if select else []
         positions = range(len(values)) if select is None else select
         if returned is NOT_CALLED:
             is_written = [i in mutable for i in positions] if mutable else ()
@@ -308,7 +308,9 @@ def _call_routine(
     if action.takes_shapes:
         kwargs = {**kwargs, "shapes": shapes}
     with action.tool._amanda.lock:
-        versions = ops.versions(arguments) if isolated or arguments is not selection else []
+        # A routine without values cannot write into any.
+        is_guarded = bool(arguments) and (isolated or arguments is not selection)
+        versions = ops.versions(arguments) if is_guarded else []
         if not isolated:
             result = ops.call_in_autodiff(action.func, arguments, kwargs)
         else:
@@ -316,7 +318,7 @@ def _call_routine(
             result = call(action.func, arguments, kwargs)
             # A changed version is the only trace of a write: tensors may be written through any of their
             # views.
-            if ops.versions(arguments) != versions:
+            if is_guarded and ops.versions(arguments) != versions:
                 index = next(i for i, value in enumerate(arguments) if ops.version(value) != versions[i])
                 raise mutation_error(action, index)
     if arguments is selection:

@@ -372,6 +372,9 @@ def sample_count(shapes: Any) -> int:
     return prod(_sizes_by_vmap_level(shapes).values())
 
 
+_NUMBERS = frozenset({int})
+
+
 def _sizes_by_vmap_level(shapes: Any) -> dict[int, int]:
     """Return the sizes of the batches of shapes, or of nested lists of shapes, by the level of the vmap."""
     if isinstance(shapes, BatchedShape):
@@ -379,5 +382,7 @@ def _sizes_by_vmap_level(shapes: Any) -> dict[int, int]:
     sizes: dict[int, int] = {}
     if isinstance(shapes, (list, tuple)):
         for shape in shapes:
-            sizes.update(_sizes_by_vmap_level(shape))
+            # Most shapes have no batches: a call for each of these, and for each number, takes longest.
+            if shape is not None and not (type(shape) is tuple and _NUMBERS.issuperset(map(type, shape))):
+                sizes.update(_sizes_by_vmap_level(shape))
     return sizes

@@ -109,7 +109,7 @@ class ToolStack:
             if part is not None and not any(tool is member for member in part.tools):
                 continue
             context._tool, tool_state = tool, tool._amanda
-            earlier_action_count = len(context._actions)
+            earlier_action_count = 0 if part is None else len(context._actions)
             try:
                 with tool_state.lock:
                     # Here and not when the op died: an object may die at any line, also under the tool's
@@ -117,7 +117,9 @@ class ToolStack:
                     while tool_state.dead_ops:
                         tool.op_gone(tool_state.dead_ops.popleft())
                     tool_state.analysed_ops.add(context._facts.op_id)
-                    if all(admits(context) for admits in tool_state.admissions):
+                    admissions = tool_state.admissions
+                    # Most tools have none, and a generator takes as long as a short routine.
+                    if not admissions or all(admits(context) for admits in admissions):
                         routine.callback(context)
             except BaseException as error:
                 add_note(error, error_note(context._facts, tool, point.value))

@@ -246,6 +246,8 @@ class _BackwardPass:
         # Of nodes at which another pass under way has hooks, which act in this pass too.
         self._ids_hooked_elsewhere: set[int] = set()
         self._traces_with_steps: list[Trace] = []
+        # By the trace's id: an op has several backward ops, and no transform begins in between.
+        self._shapes_by_trace_id: dict[int, Any] = {}
         self._marked_nodes: list[tuple[Any, Mark, int]] = []  # with the sequence number of each
         self.thread = threading.get_ident()
         stack = state.stack
@@ -299,7 +301,7 @@ class _BackwardPass:
                     # Analysed before: its hooks are native or bound functions that need no step object.
                     before, after, after_alone, hooks_for_shapes = native_hooks
                     if hooks_for_shapes is not None:  # they depend on the shapes of vmaps' batches
-                        before, after, after_alone, _ = hooks_for_shapes(_shapes_at(mark))
+                        before, after, after_alone, _ = hooks_for_shapes(self._shapes_at(mark))
                     if before is not None and after_alone is not None and before.is_idle:
                         after = after_alone  # a hook costs more than most routines
                     elif before is not None:
@@ -362,13 +364,23 @@ class _BackwardPass:
         self._traces_with_steps.append(trace)
         step = BackwardStep(
             self._driver, trace, type(node), place, self._state, replaceable=not is_leaf,
-            order=mark.order + 1, shapes=_shapes_at(mark),
+            order=mark.order + 1, shapes=self._shapes_at(mark),
         )  # fmt: skip
         if step.has_work or self._create_graph:
             self._pending_counts[id(trace)] += 1
             hooks = _StepHooks(step, mark, self._driver, self._note_backward_op_run)
             self._node_handles.append((node, node.register_prehook(hooks.before)))
             self._node_handles.append((node, node.register_hook(hooks.after)))
+
+    def _shapes_at(self, mark: Mark) -> Any:
+        """Return the shapes of the execution that made a node, without batches of vmaps that have ended."""
+        # Native code leaves shapes at marks, and runs no routine under a vmap: these have no batches.
+        if mark.shapes:
+            return mark.shapes
+        trace, shapes_by_trace_id = mark.trace, self._shapes_by_trace_id
+        if id(trace) not in shapes_by_trace_id:
+            shapes_by_trace_id[id(trace)] = drop_ended_batches(trace.shapes)
+        return shapes_by_trace_id[id(trace)]
 
     def remove_hooks(self) -> None:
         """Count, and remove the pass's hooks; those at nodes of another pass under way are left to that pass.
@@ -486,12 +498,6 @@ class _StepHooks(QuickHooks):
 def _root(output: Any) -> Any:
     """Return the node behind an output of a pass; None for a leaf."""
     return output.node if isinstance(output, GradientEdge) else output.grad_fn
-
-
-def _shapes_at(mark: Mark) -> Any:
-    """Return the shapes of the execution that made a node, without the batches of vmaps that have ended."""
-    # Native code leaves shapes at marks, and runs no routine under a vmap: these have no batches.
-    return mark.shapes or drop_ended_batches(mark.trace.shapes)
 
 
 def _tuple_if_changed(old: tuple[Any, ...], new: list[Any]) -> tuple[Any, ...] | None:

@@ -172,6 +172,9 @@ def without_transforms_above(level: int) -> Iterator[None]:
             _functorch.push_dynamic_layer_stack(left_transforms.pop())
 
 
+_INTEGERS = frozenset({int})
+
+
 def drop_ended_batches(shapes: Any) -> Any:
     """Return shapes of an op's execution without tangents and without batches of vmaps that have ended.
 
@@ -186,7 +189,8 @@ def drop_ended_batches(shapes: Any) -> Any:
         }
         batches = tuple([(level, size) for level, size in shapes.batches if level in open_levels])
         return BatchedShape(shapes, batches) if batches else tuple(shapes)
-    if isinstance(shapes, tuple) and not all(isinstance(extent, int) for extent in shapes):
+    # Each node of each pass comes here: no generator where a shape has no more than numbers.
+    if isinstance(shapes, tuple) and not _INTEGERS.issuperset(map(type, shapes)):
         return tuple([drop_ended_batches(shape) for shape in shapes])
     return shapes
 

@@ -269,8 +269,7 @@ def _path_within(outer: torch.nn.Module, inner: torch.nn.Module) -> str:
     if path is None or not _holds_at(outer, path, inner):
         if not isinstance(outer, torch.nn.Module):  # of another framework
             return type_as_path(inner)
-        # Reversed, so that of a module in several places the first path stays.
-        path_by_id = {id(module): path for path, module in reversed([*outer.named_modules()])}
+        path_by_id = _first_paths(outer)
         _submodule_paths[outer] = path_by_id
         path = path_by_id.get(id(inner))
     return type_as_path(inner) if path is None else path
@@ -280,10 +279,34 @@ _submodule_paths: weakref.WeakKeyDictionary[torch.nn.Module, dict[int, str]] = w
 """Paths of submodules by `id`, for each module; a path is used only if the submodule still lies there."""
 
 
+_NAMED_MODULES = torch.nn.Module.named_modules
+
+
+def _first_paths(outer: torch.nn.Module) -> dict[int, str]:
+    """Return the first path of each module in another by `id`, as `named_modules` spells it."""
+    path_by_id: dict[int, str] = {}
+    # Each module that calls others comes here: torch's recursion of generators takes several times as long.
+    modules_to_visit = [("", outer)]
+    while modules_to_visit:
+        path, module = modules_to_visit.pop()
+        if id(module) in path_by_id:
+            continue
+        if getattr(module.named_modules, "__func__", None) is not _NAMED_MODULES:  # which has other paths
+            # Reversed, so that of a module in several places the first path stays.
+            return {id(module): path for path, module in reversed([*outer.named_modules()])}
+        path_by_id[id(module)] = path
+        prefix = f"{path}." if path else ""
+        children = [(prefix + name, child) for name, child in module._modules.items() if child is not None]
+        modules_to_visit += reversed(children)
+    return path_by_id
+
+
 def _holds_at(outer: torch.nn.Module, path: str, inner: torch.nn.Module) -> bool:
     """Return True if `inner` is the submodule of `outer` at a path; "" is the path of `outer` itself."""
+    if "." not in path:  # of a child, as the path of nearly every call within its caller
+        return outer._modules.get(path) is inner if path else outer is inner
     module: torch.nn.Module | None = outer
-    for name in path.split(".") if path else ():
+    for name in path.split("."):
         module = None if module is None else module._modules.get(name)
     return module is inner
 
@@ -301,6 +324,9 @@ def strip_wrappers(outer: torch.nn.Module, path: str) -> str:
 
     path: as `named_modules` or `named_parameters` spells it.
     """
+    if "." not in path:  # of a child, as the path of nearly every call within its caller
+        outer_class: Any = type(outer)
+        return "" if path == wrapped_attribute(outer_class) else path
     parts, module = [], outer
     for part in path.split("."):
         module_class: Any = type(module)

@@ -90,7 +90,7 @@ class Binding:
         positions = self.always_written
         if self.statistics is not None and inputs[self.statistics.flag_position]:
             positions += self.statistics.positions
-        return tuple(i for i in positions if inputs[i] is not None)
+        return tuple([i for i in positions if inputs[i] is not None])
 
     def attributes(self, inputs: Sequence[Any]) -> dict[str, Any]:
         """Return the values that are not tensors by name, with the defaults of absent arguments.

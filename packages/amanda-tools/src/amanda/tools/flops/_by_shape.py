@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from itertools import count
 from typing import Any
 
 import amanda
-from amanda.tools.flops._cost import Extents, OpCost, are_known, shape_of
+from amanda.tools.flops._cost import Extents, OpCost
 from amanda.tools.flops._table import CONTRACTIONS
 from amanda.tools.flops._tangents import TANGENT, has_tangents, tangent_op_cost
 from amanda.tools.kit import leaves
 
+# Shapes of one op that are counted apart before their costs are computed.
 MAX_SHAPES = 1024
-"""Shapes of one op that are counted apart before their costs are computed."""
+# Costs that are remembered, of all ops together.
 MAX_COSTS = 16 * MAX_SHAPES
-"""Costs that are remembered, of all ops together."""
+# The phase of what a framework runs again in the backward pass, as a checkpoint does.
 RECOMPUTATION = "recomputation"
-"""The phase of what a framework runs again in the backward pass, as a checkpoint does."""
 
 
 class ShapedContext(dict[str, Any]):
@@ -251,7 +252,12 @@ def _make_stand_in_builder(value: Any, type_for_none: Any) -> Callable[[Any], An
 
 def _is_tensor(value: Any) -> bool:
     # By name: PyTorch is not imported here, and the shape of a subclass may say less than its values.
-    kind = type(value)
+    kind: Any = type(value)  # mypy takes no class for hashable
+    return _is_torch_class(kind)
+
+
+@lru_cache(maxsize=256)
+def _is_torch_class(kind: Any) -> bool:
     return kind.__name__ in ("Tensor", "Parameter") and kind.__module__.partition(".")[0] == "torch"
 
 
@@ -260,12 +266,15 @@ def are_shapes_enough(sides: Sequence[Sequence[Any]], shape: Callable[[Any], Any
 
     So they do if all tensors are of PyTorch's own classes, of known shape, and none is in a list of lists.
     """
-    tensors = [tensor for side in sides for tensor in leaves(side) if hasattr(type(tensor), "shape")]
-    top_level_tensors = [
-        tensor for side in sides for value in side
-        for tensor in (value if isinstance(value, (list, tuple)) else [value]) if _is_tensor(tensor)
-    ]  # fmt: skip
-    return len(tensors) == len(top_level_tensors) and are_known(shape_of(tensor, shape) for tensor in tensors)
+    for value in [value for side in sides for value in side]:
+        for element in value if isinstance(value, (list, tuple)) else (value,):
+            if _is_tensor(element):
+                extents = shape(element)
+                if extents is None or None in extents:
+                    return False
+            elif any(hasattr(type(leaf), "shape") for leaf in leaves([element])):
+                return False
+    return True
 
 
 # Types whose result lies in new memory at all shapes; of those not listed, `reshape` for one, strides decide.

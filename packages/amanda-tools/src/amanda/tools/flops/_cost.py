@@ -142,13 +142,13 @@ def table(*entries: tuple[Formula, str]) -> dict[str, Formula]:
 
 def tensor_shapes(shapes: Iterable[Any]) -> list[Shape]:
     """Return the shapes of tensors, those in lists too."""
-    lists = (group if isinstance(group, list) else [group] for group in shapes)
+    lists = [group if isinstance(group, list) else (group,) for group in shapes]
     return [shape for group in lists for shape in group if shape is not None]
 
 
 def are_known(shapes: Iterable[Any]) -> bool:
     """Return True if every extent is known."""
-    return all(None not in shape for shape in tensor_shapes(shapes))
+    return True not in [None in shape for shape in tensor_shapes(shapes)]
 
 
 def components(sides: Sequence[Sequence[Any]]) -> list[tuple[list[list[Any]], int]]:

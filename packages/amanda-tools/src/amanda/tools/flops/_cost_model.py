@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -124,8 +125,8 @@ def _storage(tensor: Any) -> int | None:
         return None
 
 
+# Convolutions of real numbers by which torch computes one of complex numbers.
 _PRODUCTS_OF_COMPLEX_CONVOLUTION = 3
-"""Convolutions of real numbers by which torch computes one of complex numbers."""
 
 
 def _backward_macs(context: amanda.OpContext) -> int:
@@ -189,14 +190,14 @@ def _macs_of_recurrent_layer(context: amanda.OpContext) -> int | None:
     return int(steps * batch * macs_per_row + state_macs)
 
 
+# Of an LSTM.
 _GATES = 4
-"""Of an LSTM."""
 
+# Of ops that move tensors between processes, which cost bytes alone.
 LIBRARIES = ("c10d::", "_c10d_functional", "fsdp::")
-"""Of ops that move tensors between processes, which cost bytes alone."""
 
+# Types whose formulas read nested tensors, which have no shape, themselves.
 OF_NESTED = ("_transformer_encoder_layer_fwd",)
-"""Types whose formulas read nested tensors, which have no shape, themselves."""
 
 
 def formula_of(names: tuple[str, str]) -> Formula | None:
@@ -240,15 +241,17 @@ def bytes_moved(context: AnyContext, names: tuple[str, str], outputs: Sequence[A
     return count_bytes(names, input_bytes, output_bytes, in_place)
 
 
-_VIEW_OF_GRADIENT = re.compile(
-    r"(Unsafe)?(Adjoint|Alias|Mt|MT|Permute|Squeeze|T|Transpose|Unsqueeze|View)Backward\d*"
+# Names of PyTorch's nodes that give a view of the gradient that enters; cached, since each node is asked.
+_gives_view = lru_cache(1024)(
+    re.compile(
+        r"(Unsafe)?(Adjoint|Alias|Mt|MT|Permute|Squeeze|T|Transpose|Unsqueeze|View)Backward\d*"
+    ).fullmatch
 )
-"""Names of PyTorch's nodes that give a view of the gradient that enters."""
 
 
 def gradient_bytes(context: AnyContext, grads: Sequence[Any]) -> int:
     """Return the bytes that a backward op moves to give these gradients; 0 where it gives a view."""
-    if _VIEW_OF_GRADIENT.fullmatch(context.get_backward_op().__name__):
+    if _gives_view(context.get_backward_op().__name__):
         return 0
     return bytes_of(context, [*(context.get_grad_outputs() or []), *grads])
 

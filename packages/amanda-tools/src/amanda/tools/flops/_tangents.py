@@ -18,23 +18,23 @@ from amanda.tools.flops._cost import Cost, OpCost, shape_of, size
 from amanda.tools.flops._table import CONTRACTIONS, ELEMENTWISE, MOVES, bytes_of, factors_of_node
 from amanda.tools.mapping import PRODUCTS
 
+# The phase of what forward-mode derivatives compute beside an op.
 TANGENT = "tangent"
-"""The phase of what forward-mode derivatives compute beside an op."""
 
 Levels = frozenset[int]
+# The components of a value, by levels: the sizes of batches, by axis.  The value itself has no level.
 BatchesByLevels = Mapping[Levels, Mapping[int, int]]
-"""The components of a value, by levels: the sizes of batches, by axis.  The value itself has no level."""
 
 _ATTENTION = "scaled_dot_product_attention"
+# Ops that are linear in their one tensor, so that a tangent takes what the op takes.
 _LINEAR = re.compile(r"_?fft_.*")
-"""Ops that are linear in their one tensor, so that a tangent takes what the op takes."""
 
 
 def has_tangents(shapes: Any) -> bool:
     """Return True if any value among shapes has a tangent."""
     if getattr(shapes, "tangents", ()):
         return True
-    return isinstance(shapes, (list, tuple)) and any(map(has_tangents, shapes))
+    return any(has_tangents(shape) for shape in shapes if isinstance(shape, (list, tuple)))
 
 
 def tangent_op_cost(context: Any, op_cost: OpCost, shapes: Sequence[Any]) -> OpCost:

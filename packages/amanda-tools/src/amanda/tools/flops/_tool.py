@@ -52,10 +52,10 @@ from amanda.tools.select import SelectOptions, select
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+# The cost of an op whose shapes are not known at analysis.
 _COST_AT_EXECUTION: Any = object()
-"""The cost of an op whose shapes are not known at analysis."""
+# Types of backward ops that cost by shapes, besides those of products.
 _TYPES_BY_ELEMENTS = ELEMENTWISE | NO_WORK | {"scaled_dot_product_attention"}
-"""Types of backward ops that cost by shapes, besides those of products."""
 
 _Counts = ShapeCounts | AnyShapeCount
 
@@ -186,8 +186,9 @@ class FlopsTool(amanda.Tool):
         context["complex_products"] = self._model.complex_products(context)
         is_eager, is_known = context.is_eager(), has_shapes(names, shapes)
         # The cheapest way: one counter of shapes, and no analysis when shapes change.
-        if is_eager and self._depends_on_shapes_alone(context, names, shapes, outputs):
-            self._count_by_shapes(context, names)
+        cost = self._cost_by_shapes_alone(context, names, shapes, outputs) if is_eager else None
+        if cost is not None:
+            self._count_by_shapes(context, names, cost)
             return
         # To read the shapes makes the plan depend on them, so another shape is analysed anew.
         if is_eager and is_known:
@@ -252,10 +253,10 @@ class FlopsTool(amanda.Tool):
         op_cost.parameters = context["parameters"]
         return op_cost
 
-    def _depends_on_shapes_alone(
+    def _cost_by_shapes_alone(
         self, context: amanda.OpContext, names: tuple[str, str], shapes: Shapes, outputs: Sequence[Any]
-    ) -> bool:
-        """Return True if shapes and element types decide the costs of an op and its backward ops.
+    ) -> Cost | None:
+        """Return an op's cost if shapes and element types decide it, and those of backward ops; else None.
 
         The context's `is_view` then gives the answer for this execution whatever it is asked.
         """
@@ -263,36 +264,37 @@ class FlopsTool(amanda.Tool):
         inputs, custom = context.get_inputs(), any(name in self._model.custom for name in names)
         # A formula of the program may read values and attributes.
         if custom or names[1] not in BY_SHAPES_ALONE or self._costly_ops > context["costly_ops"]:
-            return False
+            return None
         if not are_shapes_enough([inputs, outputs], context["shape"]):
-            return False
+            return None
         is_view = context["is_view"](inputs, outputs)
         if not (COPIES.isdisjoint(names) or is_always_or_never_view(names[1], context, is_view)):
-            return False
+            return None
         # Stand-ins have no memory to compare: the answer for these values holds for all.
         context["is_view"] = lambda inputs, outputs: is_view
-        return self._model.cost_of_op(names, shapes, context.get_source()) is not None
+        return self._model.cost_of_op(names, shapes, context.get_source(), context["complex_products"])
 
-    def _count_by_shapes(self, context: amanda.OpContext, names: tuple[str, str]) -> None:
-        """Insert a tally of the op's executions by shapes; the context has the cost at the first ones."""
+    def _count_by_shapes(self, context: amanda.OpContext, names: tuple[str, str], cost: Cost) -> None:
+        """Insert a tally of the op's executions by shapes; cost: at the first shapes, for the context."""
         sides = [context.get_inputs(), context.get_outputs() or []]
         measure, costs = self._op_cost_at_shapes, self._cost_by_shapes
         shape_counts = context["by_shape"] = ShapeCounts(context, sides, measure, costs, self._settle_counts)
-        op_cost = self._op_cost_at_shapes(context)
+        op_cost = self._op_cost_at_shapes(context, cost=cost)
         context["cost"], context["estimate"] = Cost(op_cost.macs or 0, op_cost.flops or 0), 0
         self._costly_ops += bool(op_cost.flops)
         counts = AnyShapeCount(op_cost, _op_cost_key(op_cost)) if is_free(context, names) else shape_counts
         context.insert_after_op(self._shared_counts(context, counts), outputs=[])
 
-    def _op_cost_at_shapes(self, context: AnyContext, shapes: tuple[Any, ...] = ()) -> OpCost:
-        """Compute the cost of an op at the shapes of a context; return a new OpCost."""
+    def _op_cost_at_shapes(self, context: AnyContext, shapes: Any = (), cost: Cost | None = None) -> OpCost:
+        """Compute the cost of an op at the shapes of a context, unless it is given; return a new OpCost."""
         # `shapes` are those of the context once more, as ShapeCounts passes them to each `measure`.
         outputs = context.get_outputs() or []
-        names = (context.get_forward_op_type(), context["type"])
-        op_shapes, op_cost = shapes_of(context, context.get_inputs(), outputs), self._new_op_cost(context)
-        cost = self._model.cost_of_op(names, op_shapes, op_cost.source, context["complex_products"])
+        names, op_cost = (context.get_forward_op_type(), context["type"]), self._new_op_cost(context)
+        if cost is None:
+            op_shapes = shapes_of(context, context.get_inputs(), outputs)
+            cost = self._model.cost_of_op(names, op_shapes, op_cost.source, context["complex_products"])
+            op_cost.estimate = 0 if cost else op_shapes.estimate
         op_cost.macs, op_cost.flops = cost or (None, None)
-        op_cost.estimate = 0 if cost else op_shapes.estimate
         op_cost.bytes = bytes_moved(context, names, outputs)
         return op_cost
 
@@ -434,7 +436,7 @@ def _add_counts(op_costs: dict[Hashable, OpCost], counts: _Counts) -> None:
 
 def _op_cost_key(op_cost: OpCost) -> Hashable:
     """Return all fields but the calls: ops that agree in them are counted together."""
-    return tuple(value for name, value in vars(op_cost).items() if name != "calls")
+    return tuple([value for name, value in vars(op_cost).items() if name != "calls"])
 
 
 @checked

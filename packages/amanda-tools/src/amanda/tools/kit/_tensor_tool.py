@@ -58,18 +58,22 @@ def torch_tensors(values: Iterable[Any], structures: bool = False) -> list[Any]:
 
 def parameter_inputs(context: amanda.OpContext) -> tuple[int, ...]:
     """Return positions of the inputs that are parameters, views of one, or values of a variable; no lists."""
+    return tuple(_parameters(context))
+
+
+def _parameters(context: amanda.OpContext) -> dict[int, Any]:
     variable_or_parameter = {
         i: context.get_variable(i)
         for i, value in enumerate(context.get_inputs())
         if not isinstance(value, (list, tuple))
     }
     parameters = {i: x for i, x in variable_or_parameter.items() if x is not None}
-    return tuple(i for i, x in parameters.items() if tensors_of(x).is_parameter(x))
+    return {i: x for i, x in parameters.items() if tensors_of(x).is_parameter(x)}
 
 
 def parameter_paths(context: amanda.OpContext) -> dict[int, str]:
     """Return the paths in the model of the inputs that are parameters with a path, by position."""
-    paths = {i: context.get_variable_path(context.get_variable(i)) for i in parameter_inputs(context)}
+    paths = {i: context.get_variable_path(variable) for i, variable in _parameters(context).items()}
     return {i: path for i, path in paths.items() if path}
 
 

@@ -52,7 +52,8 @@ class MappingTool(Tool):
 
     @checked(error=RuleError)
     def __init__(self, rules: Rules) -> None:
-        self.rules = [_read_rule(rule, f"rules[{position}]") for position, rule in enumerate(rules)]
+        self.rules = tuple(_read_rule(rule, f"rules[{position}]") for position, rule in enumerate(rules))
+        self._matching_rules: tuple[Namespace | None, list[MappingRule]] = (None, [])  # of the last namespace
         # Rules run at each of the points where a dependent tool may have an analysis routine.
         for backward in (False, True):
             for require_outputs in (False, True):
@@ -61,14 +62,23 @@ class MappingTool(Tool):
                     self.add_closing_inst_for_op(self._apply_after, backward, require_outputs)
 
     def _apply_before(self, context: OpContext) -> None:
-        for rule in self.rules:
-            if rule.before is not None and context.namespace.matches(rule.namespace):
+        for rule in self._rules_for(context.namespace):
+            if rule.before is not None:
                 rule.before(context)
 
     def _apply_after(self, context: OpContext) -> None:
-        for rule in reversed(self.rules):
-            if rule.after is not None and context.namespace.matches(rule.namespace):
+        for rule in reversed(self._rules_for(context.namespace)):
+            if rule.after is not None:
                 rule.after(context)
+
+    def _rules_for(self, namespace: Namespace) -> list[MappingRule]:
+        # Four calls for each op, of one namespace as a rule: the op's first execution waits for them.
+        last_namespace, rules = self._matching_rules
+        if last_namespace is not namespace:
+            rules = [rule for rule in self.rules if namespace.matches(rule.namespace)]
+            # One tuple, since another thread may be at another namespace.
+            self._matching_rules = namespace, rules
+        return rules
 
 
 def _read_rule(rule: Sequence[Any], label: str) -> MappingRule:

@@ -31,17 +31,17 @@ _LOWERED = (
     "Sqrt Squeeze Sub Tan Tanh Tile TopK Unsqueeze Where"
 )
 
+# ONNX' type to the vocabulary's word, where there is one that does not depend on ranks.
 WORDS = {name: word for word, names in _NODE_TYPES_BY_WORD.items() for name in names.split()} | {
     name: name.lower() for name in _LOWERED.split()
 }
-"""ONNX' type to the vocabulary's word, where there is one that does not depend on ranks."""
 
+# The same of types whose word ends in the number of their spatial axes: "conv2d".
 SPATIAL_WORDS = {
     "Conv": "conv", "FusedConv": "conv", "ConvInteger": "conv", "QLinearConv": "conv",
     "ConvTranspose": "conv_transpose", "MaxPool": "max_pool", "AveragePool": "avg_pool", "LpPool": "lp_pool",
     "GlobalAveragePool": "adaptive_avg_pool", "GlobalMaxPool": "adaptive_max_pool",
 }  # fmt: skip
-"""The same of types whose word ends in the number of their spatial axes: "conv2d"."""
 
 _WINDOW_AXES = {1: "W", 2: "HW", 3: "DHW"}
 _NORMS = ("batch_norm", "instance_norm", "group_norm")

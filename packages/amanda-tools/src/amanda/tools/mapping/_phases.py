@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import lru_cache
 from types import FrameType
 from typing import Any, Literal
 
@@ -21,9 +22,10 @@ _LAYER_CLASSES = frozenset(
     {("torch.nn.modules.module", "Module"), ("keras.src.layers.layer", "Layer"),
      ("tf_keras.src.engine.base_layer", "Layer")}
 )  # fmt: skip
+_NAMES_WITH_PHASE = _CONSTRUCTOR_NAMES | {name for name, _ in _LAYER_CALLS}
 _INITIALIZER_MODULES = ("torch.nn.init", "keras.src.initializers", "tf_keras.src.initializers")
+# Number of autograd's task on a thread without a backward pass.
 _NO_TASK = -1
-"""Number of autograd's task on a thread without a backward pass."""
 
 
 def phase_of_frame(frame: FrameType) -> Literal["construction", "call"] | None:
@@ -66,16 +68,27 @@ def phase_in_torch(context: OpContext) -> str:
         return "backward"
     has_user_frame = False
     while frame is not None:
-        phase = phase_of_frame(frame)
-        if phase is not None:
-            return "forward" if phase == "call" else phase
-        module = str(frame.f_globals.get("__name__"))
-        if module.startswith("torch.optim."):
+        owner = _owner_of_module(str(frame.f_globals.get("__name__")))
+        # Each op's first execution walks the frames: `phase_of_frame` is asked only where it may answer.
+        if owner == "initializers" or frame.f_code.co_name in _NAMES_WITH_PHASE:
+            phase = phase_of_frame(frame)
+            if phase is not None:
+                return "forward" if phase == "call" else phase
+        if owner == "optimizer":
             return "forward" if has_user_frame and _is_differentiated(context) else "optimizer"
         # A frame of the user inside the optimizer's is the closure of `step`.
-        has_user_frame = has_user_frame or not module.startswith(("torch.", "amanda."))
+        has_user_frame = has_user_frame or owner == "user"
         frame = frame.f_back
     return "forward"
+
+
+@lru_cache(maxsize=4096)
+def _owner_of_module(module: str) -> Literal["initializers", "optimizer", "framework", "user"]:
+    if module.startswith(_INITIALIZER_MODULES):
+        return "initializers"
+    if module.startswith("torch.optim."):
+        return "optimizer"
+    return "framework" if module.startswith(("torch.", "amanda.")) else "user"
 
 
 def _in_backward_pass(frame: Any) -> bool:

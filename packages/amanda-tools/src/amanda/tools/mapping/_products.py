@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from amanda import OpContext
@@ -110,6 +111,8 @@ def write_weight_axes(context: OpContext) -> None:
     """Write `weight_groups` and `weight_layout`, each unless the framework's rule has written it."""
     if "weight_index" not in context:  # a rule that writes some of the keys alone
         return
+    if "weight_groups" in context and "weight_layout" in context:  # at an earlier point of the op
+        return
     index = context["weight_index"]
     is_convolution = index is not None and convolution_axes(context["type"]) is not None
     if "weight_groups" not in context:
@@ -123,6 +126,7 @@ def write_weight_axes(context: OpContext) -> None:
             context["weight_layout"] = None if index is None else _product_axes(context, index)
 
 
+@lru_cache(maxsize=1024)
 def convolution_axes(kind: str, groups: int = 1, channels_last: bool = False) -> str | None:
     """Return the axes of a convolution's weight, such as "OIHW" or, channels last, "HWIO"; None of other ops.
 

@@ -47,10 +47,11 @@ KERNEL_WORDS_BY_OP = {
 """Words of the nodes that compute an op's own gradient, by the op's word."""
 
 _WINDOW_AXES = {"1": "W", "2": "HW", "3": "DHW"}
-_WINDOW_OP = re.compile(
+# Words, and names of nodes, are few, and each op asks for several: their texts are taken apart once.
+_match_window_op = lru_cache(maxsize=1024)(re.compile(
     r"(conv_transpose|conv|max_unpool|fractional_max_pool|(?:adaptive_)?(?:max|avg)_pool"
     r"|(?:reflection|replication)_pad|upsample_[a-z]+?)([123])d"
-)
+).fullmatch)  # fmt: skip
 _NORMS = ("batch_norm", "instance_norm", "group_norm")
 _LAYOUT_BY_RANK = {2: "NC", 3: "NCW", 4: "NCHW", 5: "NCDHW"}
 
@@ -82,7 +83,12 @@ def shape(value: Any) -> tuple[int | None, ...] | None:
         return None
     if not isinstance(extents, tuple):
         return None
-    return tuple(extent if isinstance(extent, int) else None for extent in extents)
+    if _NUMBERS.issuperset(map(type, extents)):
+        return tuple(extents)
+    return tuple([extent if isinstance(extent, int) else None for extent in extents])
+
+
+_NUMBERS = frozenset({int})
 
 
 def dtype(value: Any) -> str | None:
@@ -196,7 +202,7 @@ def layout(kind: str, extents: Sequence[int | None] | None) -> str | None:
     # Of any rank: (N, C) is the input of BatchNorm1d as well.
     if kind in _NORMS:
         return _LAYOUT_BY_RANK.get(len(extents))
-    window_op = _WINDOW_OP.fullmatch(kind)
+    window_op = _match_window_op(kind)
     if window_op is None:
         return None
     batched_axes = "NC" + _WINDOW_AXES[window_op[2]]
@@ -208,6 +214,7 @@ def layout(kind: str, extents: Sequence[int | None] | None) -> str | None:
 _NODE_NAME = re.compile(r"(.+?)((?:Backward)*)\d*")
 
 
+@lru_cache(maxsize=1024)
 def backward_type(node_name: str, kind: str) -> str:
     """Return the word for a node of the autograd graph that an op of type `kind` made.
 
@@ -219,6 +226,7 @@ def backward_type(node_name: str, kind: str) -> str:
     return forward_word + "_backward" * backward_count  # two in a double backward
 
 
+@lru_cache(maxsize=1024)
 def _stem_and_backward_count(node_name: str) -> tuple[str, int]:
     """Return a node's name without its suffixes, and how many "Backward" it has: "Mul", 1 of MulBackward0."""
     match = _NODE_NAME.fullmatch(node_name)
@@ -240,6 +248,7 @@ def node_word(stem: str, kind: str) -> str:
     return name_word
 
 
+@lru_cache(maxsize=1024)
 def snake(name: str) -> str:
     """Return a name in snake case: `max_pool2d_with_indices` for `MaxPool2DWithIndices`."""
     lowered = re.sub(r"(?<=[a-z])(\d)D(?![a-z])", r"\1d", name)

@@ -24,8 +24,9 @@ def _framework_of_class(kind: Any) -> str | None:
     """Return the framework that a class of tensors derives from, registered with autoray; None of others."""
     roots = (base.__module__.partition(".")[0] for base in kind.__mro__)
     framework = next((root for root in roots if root in _FRAMEWORKS), None)
-    if framework is not None:
-        # autoray knows only the module of the class itself, which for a subclass is the user's.
+    # autoray knows only the module of the class itself, which for a subclass is the user's.  It is not asked
+    # to register the framework's own classes: its import would delay the first step.
+    if framework is not None and kind.__module__.partition(".")[0] != framework:
         register_backend(kind, framework)
     return framework
 
