@@ -299,7 +299,8 @@ class TensorTool(amanda.Tool, Generic[RecordT]):
             observer = self._observe_slice if _SLICE in context else self._observe_execution
             context.insert_after_backward_op(
                 observer, record=self._record(context, "backward", backward_type), role="gradient",
-                dtype=context["dtype"], is_weights=weight_gradient(context),
+                dtype=context["dtype"],
+                is_weights=None if context["weight_grad_index"] is None else weight_gradient(context),
             )  # fmt: skip
 
     def _follow_slices(self, context: amanda.OpContext) -> None:

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import amanda
-from amanda.action import MomentsObserver
+from amanda.action import Executions, MomentsObserver
 from amanda.options import PositiveInt, Range, Share, checked
 from amanda.tools.kit import OpRecord, OpTensor, Role, TensorTool, place_text, tensors_of
 from amanda.tools.mapping import is_partial
 from amanda.tools.results import NOTHING, Column, Result, check_schema, made_of, read_json
 from amanda.tools.select import SelectOptions, select
-from amanda.tools.stats._accumulator import Accumulator
+from amanda.tools.stats._accumulator import Accumulator, Moments
 from amanda.tools.stats._statistics import Bins, Sketch, Statistics
 
 if TYPE_CHECKING:
@@ -223,7 +223,8 @@ class _Stream:
     dtype: str
     executions: int = 0  # that Python has measured
     batches: set[tuple[int, ...]] = field(default_factory=set)
-    observers: list[MomentsObserver] = field(default_factory=list)  # one for each plan of the op
+    # One for each plan of the op, or each graph.
+    observers: list[MomentsObserver | _GatheredTensors] = field(default_factory=list)
 
     def note_batches(self, sizes: Sequence[int]) -> None:
         """Note the sizes of the batches of a vmap; of many different sizes the least and the greatest."""
@@ -237,6 +238,44 @@ class _Stream:
             return label
         sizes = " to ".join("x".join(map(str, size)) for size in sorted(self.batches))
         return label.replace(_BATCH * len(min(self.batches)), f"(vmap {sizes})")
+
+
+class _GatheredTensors:
+    """The tensors of executions that a graph gathers, which native code measures from the second run on.
+
+    executions: how often native code has measured them.  tensors: the options of the observer of each, the
+    stream, and the tensor's place at the op, without the tensor.
+    """
+
+    def __init__(self, gathered: Executions) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget the tensors and the executions."""
+        self.executions = 0
+        self.tensors: list[tuple[Mapping[str, Any], _Stream, OpTensor]] = []
+        self._positions, self._lengths = list[int](), tuple[int, ...]()
+        self._moments: tuple[Any, ...] = ()
+
+    def find(self, found: Sequence[tuple[Mapping[str, Any], _Stream, OpTensor, int]]) -> None:
+        """Note the tensors of a run, each with its position among the values of the run."""
+        for options, stream, tensor, position in found:
+            stream.observers.append(self)
+            self.tensors.append((options, stream, tensor._replace(tensor=None)))
+            self._positions.append(position)
+        self._moments = tuple([stream.accumulator.host_moments for _, stream, *_ in found])
+        # A gradient of another size may be that of a weight no more.
+        self._lengths = tuple([
+            prod(tensors_of(tensor.tensor).extents(tensor.tensor)) if options.get("is_weights") else -1
+            for options, _, tensor, _ in found
+        ])  # fmt: skip
+
+    def measure(self, values: Sequence[Any]) -> list[tuple[int, Any]]:
+        """Measure the tensors among the values of a run; return those left to Python, with their indices."""
+        values = [values[i] for i in self._positions]
+        self.executions += 1
+        arrays = tensors_of(values[0]).buffers(values)
+        return [(i, values[i]) for i in Moments.add_all(self._moments, arrays, self._lengths)]
 
 
 class StatsTool(TensorTool[_OpStreams]):
@@ -328,7 +367,7 @@ class StatsTool(TensorTool[_OpStreams]):
             stream = options["record"].stream_by_label[_stream_label(tensor)]
             stream.observers.append(observer)
             moments[tensor.flat_index] = stream.accumulator.host_moments
-        if "is_weights" in options:  # a gradient of another size may be that of a weight no more
+        if options.get("is_weights"):  # a gradient of another size may be that of a weight no more
             observer.length = sum(prod(tensors_of(x).extents(x)) for x in values if x is not None)
         observer.moments = tuple(moments)
 
@@ -342,6 +381,28 @@ class StatsTool(TensorTool[_OpStreams]):
         Accumulator.add_all(
             pair for record, tensors, _ in observed for pair in self._tensors_by_accumulator(record, tensors)
         )
+
+    def _observe_executions(self, executions: Executions) -> None:
+        """Measure a batch of executions in a graph: the first time in Python, which finds the tensors."""
+        gathered = executions.prepared(_GatheredTensors)
+        if not gathered.tensors:
+            super()._observe_executions(executions)
+            if amanda.interceptor.NATIVE and self._every == 1:
+                gathered.find(list(self._find_tensors(executions)))
+            return
+        for i, value in gathered.measure(executions.tensors):
+            options, stream, place = gathered.tensors[i]
+            stream.executions -= 1  # which is counted anew, maybe at another stream
+            tensors = self._tensors_of_execution([value], **{**options, "first": place.position})
+            self.observe(options["record"], (x._replace(flat_index=place.flat_index) for x in tensors), 0)
+
+    def _find_tensors(self, executions: Executions) -> Iterator[Any]:
+        """Yield what `_GatheredTensors.find` takes of each tensor that has been measured."""
+        for execution, positions in zip(executions, executions.positions(), strict=True):
+            options = execution.kwargs
+            for tensor in self._tensors_of_execution(execution.values, **options):
+                stream = options["record"].stream_by_label[_stream_label(tensor)]
+                yield options, stream, tensor, positions[tensor.flat_index]
 
     def _tensors_by_accumulator(
         self, record: _OpStreams, tensors: Iterator[OpTensor]
