@@ -278,7 +278,7 @@ class Executions(Sequence[Observed]):
             [execution.values for execution in self._executions] if self._values is None else self._values()
         )
 
-    def positions(self) -> list[list[int | None]]:
+    def positions(self) -> list[list[Any]]:
         """Return for each execution the position in `tensors` of each tensor, those of lists one by one.
 
         None stands for a value that is not there.  The same at each run of the same ops.

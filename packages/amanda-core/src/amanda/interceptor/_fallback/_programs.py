@@ -140,7 +140,7 @@ class Moments(_NativeAlone):
         raise NotImplementedError
 
     @staticmethod
-    def add_all(moments: tuple["Moments", ...], arrays: tuple[Any, ...], lengths: tuple[int, ...]) -> list[int]:
+    def add_all(moments: tuple[Any, ...], arrays: tuple[Any, ...], lengths: tuple[int, ...]) -> list[int]:
         """Add the numbers of each array to its moments; return the positions of those that are not read.
 
         Args:

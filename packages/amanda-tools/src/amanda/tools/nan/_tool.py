@@ -11,19 +11,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import amanda
-from amanda import interceptor
 from amanda.action import Executions, FiniteObserver
 from amanda.errors import AmandaError
 from amanda.options import PositiveInt, checked
-from amanda.tools.kit import (
-    Dtype,
-    OpTensor,
-    folded_unread,
-    leaves,
-    parameter_paths,
-    remarks_on_packed_inputs,
-    tensors_of,
-)
+from amanda.tools.kit import Dtype, OpTensor, folded_unread, leaves, parameter_paths, remarks_on_packed_inputs
 from amanda.tools.mapping import (
     CALLING_OPS,
     TENSORFLOW_HANDLES,
@@ -38,6 +29,7 @@ from amanda.tools.nan._floats import (
     InputRecorder,
     RecordedInputs,
     floating,
+    nonfinite,
     nonfinite_flags,
     write_torch_facts,
 )
@@ -101,22 +93,19 @@ class _CheckedOp:
 class _Batch:
     """Executions of a graph that are checked together, by their positions among these.
 
-    begin_end_pairs: of each op that ends in the batch; a begin is None where it was in an earlier batch, and
-    the end is one of `late_ends`.  open_begins: begins without an end.  float_positions: of floating outputs among the tensors of the batch;
+    begin_end_pairs: of each op that ends in the batch; a begin is None where it was in an earlier batch.
+    open_begins: begins without an end.  float_positions: of floating outputs among the tensors of the batch;
     ends: of the op of each.
     """
 
     begin_end_pairs: list[tuple[int | None, int]] = field(default_factory=list)
-    late_ends: list[int] = field(default_factory=list)
     open_begins: list[int] = field(default_factory=list)
     float_positions: list[int] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
 
     def suspects(self, tensors: Sequence[Any]) -> frozenset[int]:
         """Return the ends of ops with an output that native code does not find finite; a hot path."""
-        outputs = [tensors[i] for i in self.float_positions]
-        arrays = tensors_of(outputs[0]).buffers(outputs) if outputs else ()
-        return frozenset([self.ends[i] for i in interceptor.nonfinite(arrays)])
+        return frozenset([self.ends[i] for i in nonfinite([tensors[i] for i in self.float_positions])])
 
 
 class NanTool(amanda.Tool):
@@ -279,34 +268,27 @@ class NanTool(amanda.Tool):
         """Check the calls of both routines in a batch at once; those alone whose outputs are not finite."""
         batch = executions.prepared(self._batch_of)
         suspects = batch.suspects(executions.tensors)
-        if suspects or self._flags_by_op_id:
-            self._check_each(executions, batch, suspects)
-        else:  # a hot path
-            self._python_execution_count += len(batch.begin_end_pairs)
-            # Inputs that were recorded in an earlier batch are not needed: the outputs are finite.
-            for end in batch.late_ends:
-                executions[end].run.pop(executions[end].kwargs["op"], None)
-        for begin in batch.open_begins:
-            op: _CheckedOp = executions[begin].kwargs["op"]
-            executions[begin].run[op] = op.recorder.record(executions[begin].values)
-
-    def _check_each(self, executions: Executions, batch: _Batch, suspects: Collection[int]) -> None:
-        """Check the executions that end in a batch one by one.  suspects: of `_Batch.suspects`."""
         for begin, end in batch.begin_end_pairs:
+            if end not in suspects:
+                self._python_execution_count += 1
+                if begin is not None and not self._flags_by_op_id:  # a hot path
+                    continue
             execution = executions[end]
             op: _CheckedOp = execution.kwargs["op"]
             # Inputs of an execution that began in an earlier batch were recorded in its `run`.
             recorded = execution.run.pop(op, None) if begin is None else None
             if end not in suspects:
-                self._python_execution_count += 1
                 self._flags_by_op_id.pop(op.op_id, None)
-            else:
-                if begin is not None:
-                    recorded = op.recorder.record(executions[begin].values)
-                self._check_outputs(execution.values, recorded, op)
+                continue
+            if begin is not None:
+                recorded = op.recorder.record(executions[begin].values)
+            self._check_outputs(execution.values, recorded, op)
+        for begin in batch.open_begins:
+            op = executions[begin].kwargs["op"]
+            executions[begin].run[op] = op.recorder.record(executions[begin].values)
 
     def _batch_of(self, executions: Executions) -> _Batch:
-        """Pair the begins and ends of a batch; find the floating outputs, and note those that are not read."""
+        """Pair the begins and ends of a batch; find the floating outputs; note those that are not read."""
         batch, begin_by_op, positions = _Batch(), dict[_CheckedOp, int](), executions.positions()
         for i, execution in enumerate(executions):
             op: _CheckedOp = execution.kwargs["op"]
@@ -317,7 +299,6 @@ class NanTool(amanda.Tool):
             for leaf in floating(execution.values, op.dtype, leave=partial(self._note_unread, op)):
                 batch.float_positions.append(positions[i][leaf.flat_index])
                 batch.ends.append(i)
-        batch.late_ends = [end for begin, end in batch.begin_end_pairs if begin is None]
         batch.open_begins = list(begin_by_op.values())
         return batch
 

@@ -241,10 +241,10 @@ class _Stream:
 
 
 class _GatheredTensors:
-    """The tensors of executions that a graph gathers, which native code measures from the second run on.
+    """Tensors that a graph gathers; executions: how often native code has measured them; none at first.
 
-    executions: how often native code has measured them.  tensors: the options of the observer of each, the
-    stream, and the tensor's place at the op, without the tensor.
+    tensors: position among the values of a run, stream, options of the observer, place at the op, and number
+    of elements that the tensor must have, -1 for any.
     """
 
     def __init__(self, gathered: Executions) -> None:
@@ -253,29 +253,7 @@ class _GatheredTensors:
     def restart(self) -> None:
         """Forget the tensors and the executions."""
         self.executions = 0
-        self.tensors: list[tuple[Mapping[str, Any], _Stream, OpTensor]] = []
-        self._positions, self._lengths = list[int](), tuple[int, ...]()
-        self._moments: tuple[Any, ...] = ()
-
-    def find(self, found: Sequence[tuple[Mapping[str, Any], _Stream, OpTensor, int]]) -> None:
-        """Note the tensors of a run, each with its position among the values of the run."""
-        for options, stream, tensor, position in found:
-            stream.observers.append(self)
-            self.tensors.append((options, stream, tensor._replace(tensor=None)))
-            self._positions.append(position)
-        self._moments = tuple([stream.accumulator.host_moments for _, stream, *_ in found])
-        # A gradient of another size may be that of a weight no more.
-        self._lengths = tuple([
-            prod(tensors_of(tensor.tensor).extents(tensor.tensor)) if options.get("is_weights") else -1
-            for options, _, tensor, _ in found
-        ])  # fmt: skip
-
-    def measure(self, values: Sequence[Any]) -> list[tuple[int, Any]]:
-        """Measure the tensors among the values of a run; return those left to Python, with their indices."""
-        values = [values[i] for i in self._positions]
-        self.executions += 1
-        arrays = tensors_of(values[0]).buffers(values)
-        return [(i, values[i]) for i in Moments.add_all(self._moments, arrays, self._lengths)]
+        self.tensors: list[tuple[int, _Stream, Mapping[str, Any], OpTensor, int]] = []
 
 
 class StatsTool(TensorTool[_OpStreams]):
@@ -385,24 +363,32 @@ class StatsTool(TensorTool[_OpStreams]):
     def _observe_executions(self, executions: Executions) -> None:
         """Measure a batch of executions in a graph: the first time in Python, which finds the tensors."""
         gathered = executions.prepared(_GatheredTensors)
-        if not gathered.tensors:
+        if not (tensors := gathered.tensors):
             super()._observe_executions(executions)
             if amanda.interceptor.NATIVE and self._every == 1:
-                gathered.find(list(self._find_tensors(executions)))
+                self._find_tensors(executions, gathered)
             return
-        for i, value in gathered.measure(executions.tensors):
-            options, stream, place = gathered.tensors[i]
-            stream.executions -= 1  # which is counted anew, maybe at another stream
-            tensors = self._tensors_of_execution([value], **{**options, "first": place.position})
-            self.observe(options["record"], (x._replace(flat_index=place.flat_index) for x in tensors), 0)
+        gathered.executions += 1
+        positions, streams, options, places, lengths = zip(*tensors, strict=True)
+        values = [executions.tensors[i] for i in positions]
+        moments = tuple([stream.accumulator.host_moments for stream in streams])
+        for i in Moments.add_all(moments, tensors_of(values[0]).buffers(values), lengths):
+            streams[i].executions -= 1  # which is counted anew, maybe at another stream
+            left = self._tensors_of_execution([values[i]], **{**options[i], "first": places[i].position})
+            flat_index = places[i].flat_index
+            self.observe(options[i]["record"], (x._replace(flat_index=flat_index) for x in left), 0)
 
-    def _find_tensors(self, executions: Executions) -> Iterator[Any]:
-        """Yield what `_GatheredTensors.find` takes of each tensor that has been measured."""
+    def _find_tensors(self, executions: Executions, gathered: _GatheredTensors) -> None:
+        """Note the tensors that were measured, which are at the same positions in the next run."""
         for execution, positions in zip(executions, executions.positions(), strict=True):
             options = execution.kwargs
             for tensor in self._tensors_of_execution(execution.values, **options):
-                stream = options["record"].stream_by_label[_stream_label(tensor)]
-                yield options, stream, tensor, positions[tensor.flat_index]
+                stream, value = options["record"].stream_by_label[_stream_label(tensor)], tensor.tensor
+                stream.observers.append(gathered)
+                # A gradient of another size may be that of a weight no more.
+                length = prod(tensors_of(value).extents(value)) if options.get("is_weights") else -1
+                position, place = positions[tensor.flat_index], tensor._replace(tensor=None)
+                gathered.tensors.append((position, stream, options, place, length))
 
     def _tensors_by_accumulator(
         self, record: _OpStreams, tensors: Iterator[OpTensor]

@@ -334,9 +334,9 @@ class PackedObservers:
             if execution.runs_action(group.action):
                 self._compute_layouts(group, flat)
                 observed = _LazyObserved(group.observers, flat, run_of)
-                Executions(
-                    observed, flat, group.prepared, observed.values, observed.positions
-                ).observe(group.action)
+                Executions(observed, flat, group.prepared, observed.values, observed.positions).observe(
+                    group.action
+                )
         return []
 
     @staticmethod
