@@ -140,3 +140,59 @@ def test_threads_add_to_one_object() -> None:
         thread.join()
     assert moments.numbers[0] == 80 * 100_000
     assert sum(struct.unpack("4101q", moments.counts or b"")) == 80 * 100_000
+
+
+def test_many_arrays_are_added_as_each_alone_is() -> None:
+    arrays = [numbers(kind, count) for kind in "fd" for count in (1, 4097, 20_000, 40_000)]
+    integers = [array(kind, [0, 1, 2, 100] * 1500) for kind in "bBhHiIlLqQ"]
+    pairs = [(values, values) for values in arrays]
+    pairs += [(values, array("d", values)) for values in integers]
+    pairs.append((memoryview(bytes([0, 1, 1])).cast("?"), array("d", [0, 1, 1])))
+    together = tuple(interceptor.Moments(4) for _ in pairs)
+    values = tuple(values for values, _ in pairs)
+    assert interceptor.Moments.add_all(together, values, (-1,) * len(pairs)) == []
+    for moments, (_, doubles) in zip(together, pairs, strict=True):
+        alone = interceptor.Moments(4)
+        assert alone.add(doubles)
+        assert (moments.numbers, moments.counts) == (alone.numbers, alone.counts)
+
+
+def test_memory_of_several_arrays_is_added_to_each() -> None:
+    values, other = numbers("f", 20_000), numbers("f", 30_000)
+    moments = tuple(interceptor.Moments(4) for _ in range(4))
+    arrays = (values, memoryview(other), values, memoryview(values)[:17_000])
+    for times in (1, 2):
+        assert interceptor.Moments.add_all(moments, arrays, (-1,) * 4) == []
+        assert [each.numbers[0] for each in moments] == [times * len(each) for each in arrays]
+    for each, memory in zip(moments, arrays, strict=True):
+        alone = interceptor.Moments(4)
+        for _ in range(2):
+            alone.add(memory)
+        assert each.numbers == pytest.approx(alone.numbers, rel=1e-12)
+        assert each.counts == alone.counts
+
+
+def test_positions_of_arrays_that_are_not_added_are_returned() -> None:
+    strided = memoryview(array("f", [1.0, 2.0, 3.0]))[::2]
+    arrays = (None, array("f", [1.0]), strided, "text", array("f", [1.0, 2.0]), array("u", "a"))
+    moments = tuple(interceptor.Moments() for _ in arrays)
+    assert interceptor.Moments.add_all(moments, arrays, (-1, 1, -1, -1, 3, -1)) == [0, 2, 3, 4, 5]
+    assert [each.numbers[0] for each in moments] == [0, 1, 0, 0, 0, 0]
+    for wrong in (((), arrays, ()), (moments, arrays, (-1,)), ((None,) * 6, arrays, (-1,) * 6)):
+        with pytest.raises(TypeError, match="6 arrays"):
+            interceptor.Moments.add_all(*wrong)
+    with pytest.raises(TypeError):
+        interceptor.Moments.add_all(moments, arrays, (None,) * 6)
+
+
+def test_arrays_that_are_not_finite_are_found() -> None:
+    strided = memoryview(array("f", [1.0, 2.0, 3.0]))[::2]
+    finite = (array("f", [3.4e38, -0.0]), array("d", [1e308]), array("i", [1]), b"", array("f"))
+    large = array("f", [1.0] * 99_999)
+    for value in (math.nan, math.inf, -math.inf):
+        for kind in "fd":
+            wrong = array(kind, [*large, value])
+            assert interceptor.nonfinite((*finite, large, wrong, None, strided, wrong)) == [6, 7, 8, 9]
+    assert interceptor.nonfinite(()) == []
+    with pytest.raises(TypeError, match="tuple"):
+        interceptor.nonfinite([large])  # type: ignore[arg-type]

@@ -225,3 +225,31 @@ def test_training_on_nan_names_what_holds_it_alone() -> None:
     types, entered = findings(lambda: model.fit(data, np.zeros((4, 1)), verbose=0))
     assert types == []
     assert entered
+
+
+@tf.function
+def masked_rows(x: Any) -> Any:
+    mask = tf.where(x > 0.0, 0.0, -np.inf)  # Inf at each execution, and nothing else is looked at
+    half = tf.cast(tf.cast(x, tf.float16), tf.bfloat16)
+    for _ in tf.range(2):
+        x = tf.reduce_sum(tf.exp(x + mask), -1, keepdims=True) + x
+    y = tf.math.log(x - 2.0)
+    first, second = tf.split(tf.complex(y, y), 2, axis=-1)
+    return tf.abs(first) + tf.abs(second), half * 2, tf.math.log(tf.cast(half, tf.float64))
+
+
+@pytest.mark.parametrize("inf", [False, True])
+def test_what_native_code_finds_finite_is_passed_over_and_nothing_else(
+    inf: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def told() -> Any:
+        tool = NanTool(inf=inf)
+        with amanda.apply(tool):
+            for number in (1.0, -3.0, 2.0, np.nan, 5.0):
+                masked_rows(tf.constant([[number, 1.0]]))
+        return tool.result.to_dict()
+
+    native = told()
+    monkeypatch.setattr("amanda.interceptor.nonfinite", lambda arrays: list(range(len(arrays))))
+    assert native == told()
+    assert "NaN" in str(native)

@@ -128,3 +128,57 @@ def test_small_integers_are_measured_together_as_they_are_alone(dtype: str) -> N
         alone = Accumulator(Bins.of(4096))
         alone.add(one)
         assert (found.statistics(), found.sketch()) == (alone.statistics(), alone.sketch())
+
+
+def gathered_program() -> Any:
+    """Return a training step on batches of any size: weights that broadcast, lists, loops, element types."""
+    weight, bias = (
+        tf.Variable(tf.random.stateless_normal((6, 4), (1, 2))),
+        tf.Variable([[1.0, 0.0, 3.0, 4.0]]),
+    )
+
+    @tf.function(input_signature=[tf.TensorSpec([None, 6])])
+    def step(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            first, second = tf.split(tf.nn.relu(x @ weight) * bias, 2, axis=1)
+            y = tf.concat([first, tf.transpose(tf.transpose(second))], 1)
+            for _ in tf.range(2):
+                y = tf.tanh(y) / tf.reduce_sum(y * 0.0, 1, keepdims=True)
+            half = tf.cast(tf.cast(y, tf.float16), tf.bfloat16)
+            loss = tf.reduce_sum(y) + tf.cast(tf.reduce_sum(half), tf.float32)
+        whole = tf.cast(x > 0.5, tf.int32) + tf.cast(x * 9, tf.int32)
+        return tape.gradient(loss, [weight, bias]), whole, tf.abs(tf.complex(x, x)), tf.as_string(whole)
+
+    return step
+
+
+def rows(native: bool, monkeypatch: pytest.MonkeyPatch, clears: bool = False, every: int = 1) -> Any:
+    if not native:
+        monkeypatch.setattr(StatsTool, "_find_tensors", lambda self, executions, gathered: None)
+    step, tool = gathered_program(), StatsTool(every=every)
+    with amanda.apply(tool):
+        for number, size in enumerate((3, 1, 5, 1, 40_000)):
+            step(tf.random.stateless_normal((size, 6), (size, 1)))
+            if clears and number == 1:
+                tool.clear()
+    monkeypatch.undo()
+    return tool.result.measured
+
+
+@pytest.mark.parametrize("clears", [False, True])
+@pytest.mark.parametrize("every", [1, 2])
+def test_graphs_are_measured_natively_as_in_python(
+    clears: bool, every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    native, python = (rows(is_native, monkeypatch, clears, every) for is_native in (True, False))
+    assert len(native) == len(python) > 30
+    for found, wanted in zip(native, python, strict=True):
+        for name in ("phase", "type", "module", "tensor", "dtype", "executions", "sketch"):
+            assert getattr(found, name) == getattr(wanted, name), (name, found, wanted)
+        numbers, expected = (vars(entry.statistics) for entry in (found, wanted))
+        for name, value in expected.items():
+            if name in ("mean", "m2", "absolute"):
+                value = pytest.approx(value, rel=1e-12, abs=1e-12 * expected["absolute"], nan_ok=True)
+            assert numbers[name] == value, (name, found)
+    roles = {found.tensor for found in native}
+    assert {"weight", "weight gradient", "gradient 0", "output 0", "output 1"} <= roles

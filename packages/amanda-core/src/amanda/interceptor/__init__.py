@@ -13,8 +13,9 @@ gets two arguments more: the key under which the cache may learn the form of thi
 the `Resumption` with which Python continues an execution that native code has begun (else None).
 
 `Moments` are statistics of numbers in memory, for observers: they belong to no call. A `FiniteCheck` is a
-routine that native code calls only where an op's outputs are not finite. A `Clock` measures executions, which
-nest on each thread, and a `StorageTracker` counts the bytes of live storages.
+routine that native code calls only where an op's outputs are not finite. `Moments.add_all` and `nonfinite`
+read many arrays at once, by the buffer protocol. A `Clock` measures executions, which nest on each thread, and a
+`StorageTracker` counts the bytes of live storages.
 
 Without a C compiler at install time a pure-Python interceptor offers the same names, and replaces
 callables as attributes; `NATIVE` tells which interceptor is in force and `REASON` why.
@@ -76,6 +77,7 @@ __all__ = [
     "forget_failures",
     "forked",
     "keep_failure",
+    "nonfinite",
     "ordinal",
     "reset_root",
     "running",

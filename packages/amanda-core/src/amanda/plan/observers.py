@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import count
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
 
@@ -279,6 +280,8 @@ class Executions(Sequence[Observed]):
         prepared: Driver's cache for executions that are gathered together again; None for a new one.
         values: Returns the result of the method `values` without creating each `Observed`; None to create
             them.
+        positions: Returns the result of the method `positions` where `tensors` has further tensors, or each
+            of them once; None where all values follow one another.
     """
 
     def __init__(
@@ -287,9 +290,10 @@ class Executions(Sequence[Observed]):
         tensors: Sequence[Any] | None = None,
         prepared: dict[Any, Any] | None = None,
         values: Callable[[], Sequence[Sequence[Any]]] | None = None,
+        positions: Callable[[], Sequence[Sequence[Any]]] | None = None,
     ) -> None:
         self._executions = executions
-        self._values = values
+        self._values, self._positions = values, positions
         self._tensors = tensors
         self._prepared = {} if prepared is None else prepared
         self._current_index: int | None = None
@@ -310,17 +314,27 @@ class Executions(Sequence[Observed]):
             [execution.values for execution in self._executions] if self._values is None else self._values()
         )
 
-    def prepared(self, make: Callable[[Sequence[Observed]], PreparedT]) -> PreparedT:
+    def positions(self) -> list[list[Any]]:
+        """Return for each execution the position in `tensors` of each tensor, those of lists one by one.
+
+        None stands for a value that is not there.  The same at each run of the same ops.
+        """
+        if self._positions is not None:
+            return [spread(layout) for layout in self._positions()]
+        counter = count()
+        return [[next(counter) for _ in spread(values)] for values in self.values()]
+
+    def prepared(self, make: Callable[[Executions], PreparedT]) -> PreparedT:
         """Return the result of `make`, which is called once for all executions of the same ops.
 
-        The result may depend only on the `kwargs` of the executions.
+        The result may depend only on the `kwargs` of the executions, on `positions()` and on element types.
 
         Args:
             make: Function of these executions; its result is cached.
         """
         # Keyed by the function: several tools may prepare something for the same executions.
         if make not in self._prepared:
-            self._prepared[make] = make(self._executions)
+            self._prepared[make] = make(self)
         prepared: PreparedT = self._prepared[make]
         return prepared
 

@@ -169,6 +169,22 @@ class Moments(_NativeAlone):
         """Add the statistics of other moments with the same bins."""
         raise NotImplementedError
 
+    @staticmethod
+    def add_all(moments: tuple[Any, ...], arrays: tuple[Any, ...], lengths: tuple[int, ...]) -> list[int]:
+        """Add the numbers of each array to its moments; return the positions of those that are not read.
+
+        Args:
+            moments: Of each array.
+            arrays: Contiguous floats, doubles, integers or truth values are read.
+            lengths: Number of elements that an array must have to be read; -1 for any.
+        """
+        raise NotImplementedError
+
+
+def nonfinite(arrays: tuple[Any, ...]) -> list[int]:
+    """Return the positions of arrays that hold NaN or Inf, or are not read: of all, without native code."""
+    return list(range(len(arrays)))
+
 
 class Gate:
     """A switch of routines: native code does not call a `GatedRoutine` while its gate is not open."""

@@ -64,14 +64,14 @@ def exact_array(tensor: Any) -> NDArray[Any] | None:
 
 def _sample(tensor: Any) -> NDArray[Any]:
     """Return at most `SAMPLE_SIZE` numbers of a tensor, at even distances; none of one that has no array."""
+    if isinstance(tensor, np.ndarray):  # a hot path
+        return tensor.take(_sample_positions(tensor.size))
     tensors = tensors_of(tensor)
-    array = tensor if isinstance(tensor, np.ndarray) else tensors.shared(tensor)
-    if array is None:
-        dense = tensors.dense(tensor)
-        size = 0 if dense is None else prod(tensors.extents(dense))
-        return tensors.exact(tensors.at(dense, _sample_positions(size).tolist())) if size else np.empty(0)
-    sample: NDArray[Any] = array.reshape(-1)[_sample_positions(array.size)]
-    return sample
+    if (array := tensors.shared(tensor)) is not None:
+        return _sample(array)
+    dense = tensors.dense(tensor)
+    size = 0 if dense is None else prod(tensors.extents(dense))
+    return tensors.exact(tensors.at(dense, _sample_positions(size).tolist())) if size else np.empty(0)
 
 
 @lru_cache(maxsize=1024)

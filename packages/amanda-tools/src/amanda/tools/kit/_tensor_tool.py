@@ -303,7 +303,8 @@ class TensorTool(amanda.Tool, Generic[RecordT]):
             observer = self._observe_slice if _SLICE in context else self._observe_execution
             context.insert_after_backward_op(
                 observer, record=self._record(context, "backward", backward_type), role="gradient",
-                dtype=context["dtype"], is_weights=weight_gradient(context),
+                dtype=context["dtype"],
+                is_weights=None if context["weight_grad_index"] is None else weight_gradient(context),
             )  # fmt: skip
 
     def _follow_slices(self, context: amanda.OpContext) -> None:
@@ -388,31 +389,31 @@ def _note_slice(value: Any, holder: Any, run: dict[str, Any]) -> None:
     run[_SLICE] = "" if current is None else current.path.removeprefix(holder.path)
 
 
+@dataclass(eq=False, slots=True)
 class _GraphObserver:
     """One observer in a graph, where element types never change.  first: position of the first value."""
 
-    def __init__(
-        self, record: Any, role: str, dtype: Dtype, first: int = 0,
-        is_weights: Callable[[int, Any], bool] | None = None,
-    ) -> None:  # fmt: skip
-        self.record, self.role = record, role
-        self._dtype, self._first, self._is_weights = dtype, first, is_weights
-        self._layout: list[tuple[int, int, str]] | None = None  # positions, flat indices, element types
+    record: Any
+    role: str
+    dtype: Dtype
+    first: int = 0
+    is_weights: Callable[[int, Any], bool] | None = None
+    layout: list[tuple[int, int, str]] | None = None  # positions, flat indices, element types
 
     def tensors(self, values: Sequence[Any]) -> Iterator[OpTensor]:
         """Return the tensors among the values of an execution, weights under the weight's role.
 
         The first call fixes positions and element types for later ones, unless a value was a list.
         """
-        layout, role, first, is_weights = self._layout, self.role, self._first, self._is_weights
+        layout, role, first = self.layout, self.role, self.first
         if layout is None:
-            tensors = list(op_tensors(values, self._dtype, role, first=first))
+            tensors = list(op_tensors(values, self.dtype, role, first=first))
             # A list may have another length next time, so only flat values have a fixed layout.
             if not any(isinstance(value, (list, tuple)) for value in values):
-                self._layout = [(tensor.position, tensor.flat_index, tensor.dtype) for tensor in tensors]
+                self.layout = [(tensor.position, tensor.flat_index, tensor.dtype) for tensor in tensors]
         else:  # a hot path
             tensors = [OpTensor(role, i, flat, values[i - first], dtype) for i, flat, dtype in layout]
-        return _with_weight_roles(iter(tensors), is_weights)
+        return _with_weight_roles(iter(tensors), self.is_weights)
 
 
 def _graph_observers(executions: Sequence[Observed]) -> list[_GraphObserver]:

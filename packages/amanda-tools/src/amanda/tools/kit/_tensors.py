@@ -437,13 +437,9 @@ class Tensors:
         """Return an array over a tensor's memory, to be read at once and not kept; None without one."""
         return self.shared(x)
 
-    def shared_floats(self, values: Sequence[Any]) -> list[NDArray[Any]] | None:
-        """Return arrays over memory of the floating and complex tensors; None where one has no array."""
-        views = [self.shared(x) for x in values]
-        arrays = [array for array in views if array is not None]
-        if len(arrays) < len(views):
-            return None
-        return [array for array in arrays if array.dtype.kind in "fc"]
+    def buffers(self, values: Sequence[Any]) -> tuple[Any, ...]:
+        """Return an object for each tensor that exports its memory, to be read at once; None without one."""
+        return tuple([self.borrowed(x) for x in values])
 
     def is_in_host_memory(self, x: Any) -> bool:
         """Return True for a tensor that NumPy reads without a copy."""

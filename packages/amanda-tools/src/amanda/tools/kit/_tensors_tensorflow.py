@@ -25,10 +25,6 @@ _REQUIRED = RequiredNames(
 
 # Numbers of the element types that NumPy has too: floats, integers, bool and complex.
 _NUMPY = frozenset({1, 2, 3, 4, 5, 6, 8, 9, 10, 17, 18, 19, 22, 23})
-# Those of floating and complex types.
-_FLOATS = _NUMPY & {1, 2, 8, 18, 19}
-# Those of integers, bool, strings, resources and variants.
-_NO_FLOATS = frozenset({3, 4, 5, 6, 7, 9, 10, 17, 20, 21, 22, 23})
 # Alignment, in elements, of memory that frameworks take as it is, without a check.
 _ALIGNED = 16
 
@@ -155,18 +151,10 @@ class TensorFlowTensorLibrary(Tensors):
         array = x._numpy_internal()
         return array if type(array) is np.ndarray else np.asarray(array)
 
-    def shared_floats(self, values: Sequence[Any]) -> list[NDArray[Any]] | None:
-        """Return arrays that share the memory of floating tensors on the host; a hot path."""
-        arrays, eager, only_cpus = [], self._eager_tensor, _has_only_cpus()
-        for x in values:
-            if type(x) is not eager:
-                return None
-            type_number = x._datatype_enum()
-            if type_number in _FLOATS and (only_cpus or "CPU" in x.device):
-                arrays.append(x._numpy_internal())
-            elif type_number not in _NO_FLOATS:
-                return None
-        return arrays
+    def buffers(self, values: Sequence[Any]) -> tuple[Any, ...]:
+        """Return eager tensors on the host, which export their memory; None for others; a hot path."""
+        eager, only_cpus = self._eager_tensor, _has_only_cpus()
+        return tuple([x if type(x) is eager and (only_cpus or "CPU" in x.device) else None for x in values])
 
     def is_in_host_memory(self, x: Any) -> bool:
         return isinstance(x, self._eager_tensor) and x.device.endswith("CPU:0") and tf.executing_eagerly()

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 from weakref import ref
 
 import amanda
+from amanda import interceptor
 from amanda.tools.kit import Dtype, OpTensor, leaves, op_tensors, shape_text, tensors_of
 from amanda.tools.libraries import do
-from amanda.tools.libraries import numpy as np
 from amanda.tools.results import made_of, number_of
 
 
@@ -109,34 +109,9 @@ def nonfinite_flags(tensor: Any, looks_for_inf: bool) -> int:
     return (NAN if has_nan else 0) | (INF if has_inf else 0)
 
 
-def are_finite(values: Sequence[Any]) -> bool:
-    """Return True if all values are arrays of finite numbers in host memory; a hot path.
-
-    False proves nothing: a sum of squares may overflow, and a GPU is not read.  values: of one library.
-    """
-    arrays = tensors_of(values[0]).shared_floats(values) if values else []
-    if arrays is None:
-        return False
-    small_by_dtype: dict[Any, list[Any]] = {}
-    for array in arrays:
-        # Small arrays are joined: a call of NumPy takes longer than their arithmetic.
-        flat, dtype = array.ravel(), array.dtype
-        if flat.size <= _JOINED_SIZE:
-            small_by_dtype.setdefault(dtype, []).append(flat)
-        elif not _is_finite(flat):
-            return False
-    return all(_is_finite(np.concatenate(arrays)) for arrays in small_by_dtype.values())
-
-
-# Elements below which it pays to look at arrays together.
-_JOINED_SIZE = 1024
-
-
-def _is_finite(flat: Any) -> bool:
-    """Return True if a sum over an array is finite: its squares in float32, its elements in other types."""
-    is_single = flat.dtype == np.float32  # BLAS takes several threads for other types
-    # A product with itself reads the memory once and makes no array, unlike isfinite.
-    return isfinite(abs(flat.dot(flat) if is_single else tensors_of(flat).total(flat)))
+def nonfinite(tensors: Sequence[Any]) -> list[int]:
+    """Return the positions of tensors of one library that native code does not find finite; a hot path."""
+    return interceptor.nonfinite(tensors_of(tensors[0]).buffers(tensors)) if tensors else []
 
 
 # Version of an inference tensor, which does not count writes.

@@ -11,11 +11,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import amanda
-from amanda.action import Executions, FiniteObserver, Observed
+from amanda.action import Executions, FiniteObserver
 from amanda.errors import AmandaError
 from amanda.options import PositiveInt, checked
 from amanda.tools.kit import Dtype, OpTensor, folded_unread, leaves, parameter_paths, remarks_on_packed_inputs
-from amanda.tools.libraries import numpy as np
 from amanda.tools.mapping import (
     CALLING_OPS,
     TENSORFLOW_HANDLES,
@@ -29,8 +28,8 @@ from amanda.tools.nan._floats import (
     Floats,
     InputRecorder,
     RecordedInputs,
-    are_finite,
     floating,
+    nonfinite,
     nonfinite_flags,
     write_torch_facts,
 )
@@ -88,6 +87,25 @@ class _CheckedOp:
     @property
     def place(self) -> tuple[str, str, str, str]:
         return self.phase, self.type, self.module, self.source
+
+
+@dataclass(eq=False, slots=True)
+class _Batch:
+    """Executions of a graph that are checked together, by their positions among these.
+
+    begin_end_pairs: of each op that ends in the batch; a begin is None where it was in an earlier batch.
+    open_begins: begins without an end.  float_positions: of floating outputs among the tensors of the batch;
+    ends: of the op of each.
+    """
+
+    begin_end_pairs: list[tuple[int | None, int]] = field(default_factory=list)
+    open_begins: list[int] = field(default_factory=list)
+    float_positions: list[int] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
+
+    def suspects(self, tensors: Sequence[Any]) -> frozenset[int]:
+        """Return the ends of ops with an output that native code does not find finite; a hot path."""
+        return frozenset([self.ends[i] for i in nonfinite([tensors[i] for i in self.float_positions])])
 
 
 class NanTool(amanda.Tool):
@@ -247,38 +265,42 @@ class NanTool(amanda.Tool):
 
     @amanda.gathered(_begin_in_graph, _end_in_graph)
     def _check_executions(self, executions: Executions) -> None:
-        """Check the calls of both routines in a batch at once; one by one if a value is not finite."""
-        begin_end_pairs, open_begins = executions.prepared(_pair_begins_and_ends)
-        # Sums of squares may overflow, which only means that elements are looked at.
-        with np.errstate(all="ignore"):
-            if are_finite(executions.tensors):
-                self._python_execution_count += len(begin_end_pairs)
-                for execution in executions if self._flags_by_op_id else ():
-                    self._flags_by_op_id.pop(execution.kwargs["op"].op_id, None)
-                # Inputs that were recorded in an earlier batch are not needed: the outputs are finite.
-                for begin, end in begin_end_pairs:
-                    if begin is None:
-                        executions[end].run.pop(executions[end].kwargs["op"], None)
-            else:
-                self._check_each(executions, begin_end_pairs)
-        for begin in open_begins:
-            op: _CheckedOp = executions[begin].kwargs["op"]
-            executions[begin].run[op] = op.recorder.record(executions[begin].values)
-
-    def _check_each(self, executions: Executions, begin_end_pairs: Sequence[tuple[int | None, int]]) -> None:
-        """Check the executions that end in a batch one by one.  begin_end_pairs: of _pair_begins_and_ends."""
-        for begin, end in begin_end_pairs:
+        """Check the calls of both routines in a batch at once; those alone whose outputs are not finite."""
+        batch = executions.prepared(self._batch_of)
+        suspects = batch.suspects(executions.tensors)
+        for begin, end in batch.begin_end_pairs:
+            if end not in suspects:
+                self._python_execution_count += 1
+                if begin is not None and not self._flags_by_op_id:  # a hot path
+                    continue
             execution = executions[end]
             op: _CheckedOp = execution.kwargs["op"]
             # Inputs of an execution that began in an earlier batch were recorded in its `run`.
             recorded = execution.run.pop(op, None) if begin is None else None
-            if are_finite(leaves(execution.values)):
-                self._python_execution_count += 1
+            if end not in suspects:
                 self._flags_by_op_id.pop(op.op_id, None)
-            else:
-                if begin is not None:
-                    recorded = op.recorder.record(executions[begin].values)
-                self._check_outputs(execution.values, recorded, op)
+                continue
+            if begin is not None:
+                recorded = op.recorder.record(executions[begin].values)
+            self._check_outputs(execution.values, recorded, op)
+        for begin in batch.open_begins:
+            op = executions[begin].kwargs["op"]
+            executions[begin].run[op] = op.recorder.record(executions[begin].values)
+
+    def _batch_of(self, executions: Executions) -> _Batch:
+        """Pair the begins and ends of a batch; find the floating outputs; note those that are not read."""
+        batch, begin_by_op, positions = _Batch(), dict[_CheckedOp, int](), executions.positions()
+        for i, execution in enumerate(executions):
+            op: _CheckedOp = execution.kwargs["op"]
+            if "begins" in execution.kwargs:
+                begin_by_op[op] = i
+                continue
+            batch.begin_end_pairs.append((begin_by_op.pop(op, None), i))
+            for leaf in floating(execution.values, op.dtype, leave=partial(self._note_unread, op)):
+                batch.float_positions.append(positions[i][leaf.flat_index])
+                batch.ends.append(i)
+        batch.open_begins = list(begin_by_op.values())
+        return batch
 
     def _check_outputs(
         self, values: Sequence[Any], recorded: RecordedInputs | None, op: _CheckedOp,
@@ -417,22 +439,6 @@ class NanTool(amanda.Tool):
         # What the skipped step gave has been thrown away.
         if is_skipped and not self._findings_by_key:
             self._first_nan_step = None
-
-
-def _pair_begins_and_ends(executions: Sequence[Observed]) -> tuple[list[tuple[int | None, int]], list[int]]:
-    """Return positions in a batch: (begin, end) of each op that ends in it, and the begins without an end.
-
-    A begin is None where it was in an earlier batch.
-    """
-    begin_by_op: dict[_CheckedOp, int] = {}
-    begin_end_pairs: list[tuple[int | None, int]] = []
-    for i, execution in enumerate(executions):
-        op: _CheckedOp = execution.kwargs["op"]
-        if "begins" in execution.kwargs:
-            begin_by_op[op] = i
-        else:
-            begin_end_pairs.append((begin_by_op.pop(op, None), i))
-    return begin_end_pairs, list(begin_by_op.values())
 
 
 def _reads_handle(context: amanda.OpContext, values: Sequence[Any]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from amanda import interceptor
@@ -82,8 +82,6 @@ def _block_statistics(block: Array, finite: Array) -> Statistics:
 
 MAX_VECTORS = 64
 """Vectors that wait to be merged."""
-MIN_SHARED_SIZE = 1 << 14
-"""Numbers from which on memory that several tensors share is measured once."""
 _REAL = "fiub"
 """Kinds of element types of NumPy that hold real numbers."""
 
@@ -162,29 +160,13 @@ class Accumulator:
     @staticmethod
     def add_all(pairs: Iterable[tuple[Accumulator, Any]]) -> None:
         """Add each tensor to its accumulator, all with equal bins; shared memory is read once; a hot path."""
-        large_by_memory: dict[Hashable, list[tuple[Accumulator, Any]]] = {}
+        pairs = list(pairs)
+        if interceptor.NATIVE:
+            arrays = [x if type(x) is np.ndarray else tensors_of(x).borrowed(x) for _, x in pairs]
+            moments = tuple([accumulator.host_moments for accumulator, _ in pairs])
+            pairs = [pairs[i] for i in Moments.add_all(moments, tuple(arrays), (-1,) * len(pairs))]
         for accumulator, tensor in pairs:
-            array = tensor if type(tensor) is np.ndarray else tensors_of(tensor).borrowed(tensor)
-            if array is None or array.dtype.kind not in _REAL:
-                accumulator.add(tensor)
-            # To look for shared memory costs more than to measure a small tensor twice.  "f" is float32.
-            elif array.size < MIN_SHARED_SIZE or array.dtype.char != "f":
-                accumulator._add_array(array)
-            else:
-                flat = array.ravel(order="K")  # a permuted view is not a copy, and has the memory of its base
-                address = flat.__array_interface__["data"][0]
-                memory = address, flat.size
-                large_by_memory.setdefault(memory, []).append((accumulator, flat))
-        for group in large_by_memory.values():
-            first_accumulator, flat = group[0]
-            if len(group) == 1:
-                first_accumulator._add_array(flat)
-                continue
-            # The numbers of the memory are added up once, and merged into each tensor's statistics.
-            shared = Accumulator(first_accumulator._bins)
-            shared._add_array(flat)
-            for accumulator, _ in group:
-                accumulator.host_moments.merge(shared.host_moments)
+            accumulator.add(tensor)
 
     def vector(self) -> Sequence[float]:
         """Return the fields of `statistics` in their order."""

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import amanda
-from amanda.action import MomentsObserver
+from amanda.action import Executions, MomentsObserver
 from amanda.options import PositiveInt, Range, Share, checked
 from amanda.tools.kit import OpRecord, OpTensor, Role, TensorTool, place_text, tensors_of
 from amanda.tools.mapping import is_partial
 from amanda.tools.results import NOTHING, Column, Result, check_schema, made_of, read_json
 from amanda.tools.select import SelectOptions, select
-from amanda.tools.stats._accumulator import Accumulator
+from amanda.tools.stats._accumulator import Accumulator, Moments
 from amanda.tools.stats._statistics import Bins, Sketch, Statistics
 
 if TYPE_CHECKING:
@@ -223,7 +223,8 @@ class _Stream:
     dtype: str
     executions: int = 0  # that Python has measured
     batches: set[tuple[int, ...]] = field(default_factory=set)
-    observers: list[MomentsObserver] = field(default_factory=list)  # one for each plan of the op
+    # One for each plan of the op, or each graph.
+    observers: list[MomentsObserver | _GatheredTensors] = field(default_factory=list)
 
     def note_batches(self, sizes: Sequence[int]) -> None:
         """Note the sizes of the batches of a vmap; of many different sizes the least and the greatest."""
@@ -237,6 +238,22 @@ class _Stream:
             return label
         sizes = " to ".join("x".join(map(str, size)) for size in sorted(self.batches))
         return label.replace(_BATCH * len(min(self.batches)), f"(vmap {sizes})")
+
+
+class _GatheredTensors:
+    """Tensors that a graph gathers; executions: how often native code has measured them; none at first.
+
+    tensors: position among the values of a run, stream, options of the observer, place at the op, and number
+    of elements that the tensor must have, -1 for any.
+    """
+
+    def __init__(self, gathered: Executions) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget the tensors and the executions."""
+        self.executions = 0
+        self.tensors: list[tuple[int, _Stream, Mapping[str, Any], OpTensor, int]] = []
 
 
 class StatsTool(TensorTool[_OpStreams]):
@@ -328,7 +345,7 @@ class StatsTool(TensorTool[_OpStreams]):
             stream = options["record"].stream_by_label[_stream_label(tensor)]
             stream.observers.append(observer)
             moments[tensor.flat_index] = stream.accumulator.host_moments
-        if "is_weights" in options:  # a gradient of another size may be that of a weight no more
+        if options.get("is_weights"):  # a gradient of another size may be that of a weight no more
             observer.length = sum(prod(tensors_of(x).extents(x)) for x in values if x is not None)
         observer.moments = tuple(moments)
 
@@ -342,6 +359,36 @@ class StatsTool(TensorTool[_OpStreams]):
         Accumulator.add_all(
             pair for record, tensors, _ in observed for pair in self._tensors_by_accumulator(record, tensors)
         )
+
+    def _observe_executions(self, executions: Executions) -> None:
+        """Measure a batch of executions in a graph: the first time in Python, which finds the tensors."""
+        gathered = executions.prepared(_GatheredTensors)
+        if not (tensors := gathered.tensors):
+            super()._observe_executions(executions)
+            if amanda.interceptor.NATIVE and self._every == 1:
+                self._find_tensors(executions, gathered)
+            return
+        gathered.executions += 1
+        positions, streams, options, places, lengths = zip(*tensors, strict=True)
+        values = [executions.tensors[i] for i in positions]
+        moments = tuple([stream.accumulator.host_moments for stream in streams])
+        for i in Moments.add_all(moments, tensors_of(values[0]).buffers(values), lengths):
+            streams[i].executions -= 1  # which is counted anew, maybe at another stream
+            left = self._tensors_of_execution([values[i]], **{**options[i], "first": places[i].position})
+            flat_index = places[i].flat_index
+            self.observe(options[i]["record"], (x._replace(flat_index=flat_index) for x in left), 0)
+
+    def _find_tensors(self, executions: Executions, gathered: _GatheredTensors) -> None:
+        """Note the tensors that were measured, which are at the same positions in the next run."""
+        for execution, positions in zip(executions, executions.positions(), strict=True):
+            options = execution.kwargs
+            for tensor in self._tensors_of_execution(execution.values, **options):
+                stream, value = options["record"].stream_by_label[_stream_label(tensor)], tensor.tensor
+                stream.observers.append(gathered)
+                # A gradient of another size may be that of a weight no more.
+                length = prod(tensors_of(value).extents(value)) if options.get("is_weights") else -1
+                position, place = positions[tensor.flat_index], tensor._replace(tensor=None)
+                gathered.tensors.append((position, stream, options, place, length))
 
     def _tensors_by_accumulator(
         self, record: _OpStreams, tensors: Iterator[OpTensor]

@@ -82,6 +82,79 @@ static int is_finite(const Reader *reader, PyObject *value) {
     return memory.count * memory.width <= READ_LIMIT && is_finite_memory(&memory);
 }
 
+/* ---- many arrays ---- */
+
+#define UNLOCKED (1 << 16) /* bytes that are read without the GIL */
+
+/* The bits of the exponent of a format of the buffer protocol; 0: its numbers are finite; -1: unknown. */
+static int64_t exponent_of(const char *format) {
+    if (*format == 'Z') format++; /* pairs of numbers */
+    if (!format[0] || format[1]) return -1;
+    switch (*format) {
+        case 'e': return 0x7c00;
+        case 'f': return 0x7f800000;
+        case 'd': return 0x7ff0000000000000;
+    }
+    return strchr("?bBhHiIlLqQ", *format) ? 0 : -1;
+}
+
+/* Get the memory of an array that an object exports. 0: it exports none that is known here. */
+static int get_memory(PyObject *array, Py_buffer *view, Memory *memory) {
+    view->obj = NULL;
+    if (array == Py_None || PyObject_GetBuffer(array, view, PyBUF_FORMAT | PyBUF_ANY_CONTIGUOUS)) {
+        PyErr_Clear(); /* no memory, no such element type, or no array in one piece */
+        return 0;
+    }
+    int64_t exponent = view->format ? exponent_of(view->format) : 0;
+    int width = exponent == 0x7c00 ? 2 : exponent == 0x7f800000 ? 4 : 8;
+    *memory = (Memory){.at = view->buf, .count = exponent ? view->len / width : 0, .width = width, .exponent = (uint64_t)exponent};
+    return exponent >= 0;
+}
+
+static PyObject *positions_of(const char *flags, Py_ssize_t count) {
+    PyObject *positions = PyList_New(0);
+    for (Py_ssize_t i = 0; positions && i < count; i++) {
+        if (!flags[i]) continue;
+        PyObject *position = PyLong_FromSsize_t(i);
+        if (!position || PyList_Append(positions, position)) Py_CLEAR(positions);
+        Py_XDECREF(position);
+    }
+    return positions;
+}
+
+static PyObject *nonfinite(PyObject *Py_UNUSED(none), PyObject *arrays) {
+    if (!PyTuple_Check(arrays)) return PyErr_Format(PyExc_TypeError, "a tuple of arrays is wanted, not %R", arrays);
+    Py_ssize_t count = PyTuple_GET_SIZE(arrays), bytes = 0;
+    Py_buffer *views = PyMem_Calloc((size_t)count + 1, sizeof *views);
+    Memory *memory = PyMem_Calloc((size_t)count + 1, sizeof *memory);
+    char *flags = PyMem_Calloc((size_t)count + 1, 1); /* of arrays that are not finite */
+    PyObject *positions = NULL;
+    if (!views || !memory || !flags) PyErr_NoMemory();
+    else {
+        for (Py_ssize_t i = 0; i < count; i++) {
+            flags[i] = !get_memory(PyTuple_GET_ITEM(arrays, i), &views[i], &memory[i]);
+            if (flags[i]) memory[i].count = 0;
+            bytes += (Py_ssize_t)(memory[i].count * memory[i].width);
+        }
+        PyThreadState *state = bytes >= UNLOCKED ? PyEval_SaveThread() : NULL;
+        for (Py_ssize_t i = 0; i < count; i++)
+            if (memory[i].count) flags[i] = !is_finite_memory(&memory[i]);
+        if (state) PyEval_RestoreThread(state);
+        for (Py_ssize_t i = 0; i < count; i++)
+            if (views[i].obj) PyBuffer_Release(&views[i]);
+        positions = positions_of(flags, count);
+    }
+    PyMem_Free(views);
+    PyMem_Free(memory);
+    PyMem_Free(flags);
+    return positions;
+}
+
+static PyMethodDef nonfinite_def = {
+    "nonfinite", nonfinite, METH_O,
+    "nonfinite(arrays): return the positions in a tuple of arrays of those that are None, hold NaN or an infinity, or whose\n"
+    "memory native code does not read."};
+
 /* ---- before the op ---- */
 
 static inline uint64_t thread_key(const Thread *thread) { return (uint64_t)(uintptr_t)thread; }
@@ -258,5 +331,5 @@ static PyTypeObject FiniteCheck_Type = {
 
 int finite_boot(PyObject *names) {
     choose_vectors();
-    return add_type(names, "FiniteCheck", &FiniteCheck_Type);
+    return add_function(names, &nonfinite_def) || add_type(names, "FiniteCheck", &FiniteCheck_Type) ? -1 : 0;
 }

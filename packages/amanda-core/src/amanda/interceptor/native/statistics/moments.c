@@ -6,6 +6,7 @@
 #include "statistics/moments.h"
 #include "execution/observer.h"
 #include <math.h>
+#include <stdlib.h>
 #include <string.h>
 #include <structmember.h>
 
@@ -17,6 +18,7 @@
 #define TABLE_LIMIT 4104  /* bins that a table has room for */
 #define MEASURED_LIMIT 32 /* values of an op */
 #define SHARED (1 << 15)  /* so many numbers are measured without the GIL, where tables suffice */
+#define REPEATED (1 << 14) /* floats from which on memory that several arrays share is measured once */
 
 typedef struct {
     int64_t count; /* of finite numbers, which the next ones are of */
@@ -261,22 +263,160 @@ static PyObject *moments_add(Moments *self, PyObject *numbers) {
         PyErr_Clear(); /* no memory, no such element type, or no array in one piece */
         Py_RETURN_FALSE;
     }
-    int is_floating = view.format && (!strcmp(view.format, "f") || !strcmp(view.format, "d"));
-    int failed = is_floating && view.len && add_numbers(self, view.buf, view.itemsize == sizeof(float), view.len / view.itemsize);
+    int floating = view.format && (!strcmp(view.format, "f") || !strcmp(view.format, "d"));
+    int failed = floating && view.len && add_numbers(self, view.buf, view.itemsize == sizeof(float), view.len / view.itemsize);
     PyBuffer_Release(&view);
-    return failed ? NULL : PyBool_FromLong(is_floating);
+    return failed ? NULL : PyBool_FromLong(floating);
+}
+
+static int merge_moments(Moments *self, const Moments *more) {
+    if (more->counts) {
+        if (make_counts(self)) return -1;
+        for (int i = 0; i < self->total; i++) self->counts[i] += more->counts[i];
+    }
+    merge(&self->sums, &more->sums);
+    return 0;
 }
 
 static PyObject *moments_merge(Moments *self, PyObject *value) {
     if (!PyObject_TypeCheck(value, Py_TYPE(self)) || ((Moments *)value)->total != self->total)
         return PyErr_Format(PyExc_TypeError, "Moments with the same bins are wanted, not %R", value);
-    Moments *more = (Moments *)value;
-    if (more->counts) {
-        if (make_counts(self)) return NULL;
-        for (int i = 0; i < self->total; i++) self->counts[i] += more->counts[i];
-    }
-    merge(&self->sums, &more->sums);
+    if (merge_moments(self, (Moments *)value)) return NULL;
     Py_RETURN_NONE;
+}
+
+/* ---- many arrays ---- */
+
+/* Numbers as doubles; -1: of no type that is known here. */
+static int widen(const char *at, char format, int count, double *numbers) {
+#define AS(FORMAT, NUMBER)                                                            \
+    case FORMAT:                                                                      \
+        for (int i = 0; i < count; i++) numbers[i] = (double)((const NUMBER *)at)[i]; \
+        return 0;
+    switch (format) {
+        AS('?', unsigned char) AS('b', signed char) AS('B', unsigned char) AS('h', short) AS('H', unsigned short)
+        AS('i', int) AS('I', unsigned) AS('l', long) AS('L', unsigned long) AS('q', long long) AS('Q', unsigned long long)
+    }
+    return -1;
+}
+
+/* One of many arrays that are measured together. */
+typedef struct {
+    Py_buffer view;    /* obj is NULL: none is held */
+    Moments *moments;  /* borrowed */
+    Py_ssize_t number; /* its place among the arrays */
+    int is_repeated;   /* memory of several arrays, of which an earlier one was measured */
+} Measured;
+
+static int is_floating(const Py_buffer *view) { return *view->format == 'f' || *view->format == 'd'; }
+static Py_ssize_t numbers_in(const Py_buffer *view) { return view->itemsize ? view->len / view->itemsize : 0; }
+
+static int by_memory(const void *left, const void *right) {
+    const Measured *one = *(Measured *const *)left, *other = *(Measured *const *)right;
+    uintptr_t at = (uintptr_t)one->view.buf, other_at = (uintptr_t)other->view.buf;
+    if (at != other_at) return at < other_at ? -1 : 1;
+    if (one->view.len != other->view.len) return one->view.len < other->view.len ? -1 : 1;
+    return one->number < other->number ? -1 : 1;
+}
+
+static int is_same_memory(const Measured *one, const Measured *other) {
+    return one->view.buf == other->view.buf && one->view.len == other->view.len && one->moments->total == other->moments->total;
+}
+
+static int add_view(Moments *moments, const Py_buffer *view) {
+    double block[BLOCK];
+    Py_ssize_t size = numbers_in(view);
+    if (size && is_floating(view)) return add_numbers(moments, view->buf, *view->format == 'f', size);
+    for (Py_ssize_t start = 0; start < size; start += BLOCK) {
+        int count = size - start < BLOCK ? (int)(size - start) : BLOCK;
+        widen((const char *)view->buf + start * view->itemsize, *view->format, count, block);
+        if (add_numbers(moments, block, 0, count)) return -1;
+    }
+    return 0;
+}
+
+/* Measure arrays of the same memory once, and add what that gives to the moments of each. */
+static int add_repeated(Measured **group, Py_ssize_t count) {
+    Moments *first = group[0]->moments, *shared = (Moments *)Py_TYPE(first)->tp_alloc(Py_TYPE(first), 0);
+    if (!shared) return -1;
+    shared->sums = NONE;
+    shared->bits = first->bits;
+    shared->side = first->side;
+    shared->total = first->total;
+    int failed = add_view(shared, &group[0]->view);
+    for (Py_ssize_t i = 0; !failed && i < count; i++) failed = merge_moments(group[i]->moments, shared);
+    Py_DECREF(shared);
+    return failed;
+}
+
+/* Measure floats of the same memory; -1: an exception. */
+static int add_large(Measured **large, Py_ssize_t count) {
+    qsort(large, (size_t)count, sizeof *large, by_memory);
+    for (Py_ssize_t start = 0, end; start < count; start = end) {
+        for (end = start + 1; end < count && is_same_memory(large[start], large[end]); end++) {}
+        if (end - start == 1) continue;
+        if (add_repeated(large + start, end - start)) return -1;
+        for (Py_ssize_t i = start; i < end; i++) large[i]->is_repeated = 1;
+    }
+    return 0;
+}
+
+/* Get an array's memory, if it can be measured here and has as many numbers as are wanted, -1 for any. 0: it cannot. */
+static int get_view(PyObject *array, Py_ssize_t length, Py_buffer *view) {
+    double unused;
+    if (array == Py_None || PyObject_GetBuffer(array, view, PyBUF_FORMAT | PyBUF_ANY_CONTIGUOUS)) {
+        PyErr_Clear(); /* no memory, no such element type, or no array in one piece */
+        view->obj = NULL;
+        return 0;
+    }
+    int fits = view->format && view->format[0] && !view->format[1] && (is_floating(view) || !widen(NULL, *view->format, 0, &unused));
+    if (fits && (length < 0 || length == numbers_in(view))) return 1;
+    PyBuffer_Release(view);
+    return 0;
+}
+
+static int measure_all(PyObject *moments, PyObject *arrays, PyObject *lengths, Measured *items, Measured **large, PyObject *others) {
+    Py_ssize_t count = PyTuple_GET_SIZE(arrays), large_count = 0;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        Py_ssize_t length = PyLong_AsSsize_t(PyTuple_GET_ITEM(lengths, i));
+        if (length == -1 && PyErr_Occurred()) return -1;
+        items[i].moments = (Moments *)PyTuple_GET_ITEM(moments, i);
+        items[i].number = i;
+        if (get_view(PyTuple_GET_ITEM(arrays, i), length, &items[i].view)) {
+            if (*items[i].view.format == 'f' && numbers_in(&items[i].view) >= REPEATED) large[large_count++] = &items[i];
+            continue;
+        }
+        PyObject *number = PyLong_FromSsize_t(i);
+        int failed = !number || PyList_Append(others, number);
+        Py_XDECREF(number);
+        if (failed) return -1;
+    }
+    if (add_large(large, large_count)) return -1;
+    for (Py_ssize_t i = 0; i < count; i++)
+        if (items[i].view.obj && !items[i].is_repeated && add_view(items[i].moments, &items[i].view)) return -1;
+    return 0;
+}
+
+static PyTypeObject Moments_Type;
+
+static PyObject *moments_add_all(PyObject *Py_UNUSED(none), PyObject *args) {
+    PyObject *moments, *arrays, *lengths;
+    if (!PyArg_ParseTuple(args, "O!O!O!", &PyTuple_Type, &moments, &PyTuple_Type, &arrays, &PyTuple_Type, &lengths)) return NULL;
+    Py_ssize_t count = PyTuple_GET_SIZE(arrays);
+    int fits = PyTuple_GET_SIZE(moments) == count && PyTuple_GET_SIZE(lengths) == count;
+    for (Py_ssize_t i = 0; fits && i < count; i++) fits = Py_IS_TYPE(PyTuple_GET_ITEM(moments, i), &Moments_Type);
+    if (!fits) return PyErr_Format(PyExc_TypeError, "Moments and a length for each of %zd arrays are wanted", count);
+    Measured *items = PyMem_Calloc((size_t)count + 1, sizeof *items);
+    Measured **large = PyMem_Calloc((size_t)count + 1, sizeof *large);
+    PyObject *others = PyList_New(0);
+    if (!items || !large) PyErr_NoMemory();
+    int failed = !items || !large || !others || measure_all(moments, arrays, lengths, items, large, others);
+    for (Py_ssize_t i = 0; items && i < count; i++)
+        if (items[i].view.obj) PyBuffer_Release(&items[i].view);
+    PyMem_Free(items);
+    PyMem_Free(large);
+    if (failed) Py_CLEAR(others);
+    return others;
 }
 
 static PyObject *moments_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
@@ -313,6 +453,11 @@ static PyObject *moments_counts(Moments *self, void *Py_UNUSED(none)) {
 }
 
 static PyMethodDef moments_methods[] = {
+    {"add_all", (PyCFunction)moments_add_all, METH_VARARGS | METH_STATIC,
+     "add_all(moments, arrays, lengths): add the numbers of each array to its moments, all in tuples; return the positions\n"
+     "of arrays that are None, have another type than floats, doubles, integers or truth values, are not in one piece of\n"
+     "memory, or have another number of elements than is given; -1 stands for any.  Memory that several arrays share is\n"
+     "read once."},
     {"add", (PyCFunction)moments_add, METH_O,
      "add(array): add the numbers of an array; return False unless they are floats or doubles in contiguous memory."},
     {"merge", (PyCFunction)moments_merge, METH_O, "merge(moments): add the numbers of other Moments, of the same bins."},

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from ._nodes import Edge, Syntax
 
 # Observers that share a node keep its tensors alive until the node runs, so the memory of a node is bounded.
-DEFAULT_BUDGET = 64 << 20
+# What the caches hold is read faster, and a call of Python takes less time than to compute so much.
+DEFAULT_BUDGET = 4 << 20
 
 
 @dataclass

@@ -278,6 +278,10 @@ class _LazyObserved(Sequence[Observed]):
         """Return the values of each observer."""
         return [observer.values(self._flat) for observer in self._observers]
 
+    def positions(self) -> list[Sequence[Any]]:
+        """Return for each observer the positions of its values among the tensors of the node."""
+        return [observer.layout or () for observer in self._observers]
+
 
 class PackedObservers:
     """Observers of several operations, which run in the order of these and return nothing.
@@ -330,7 +334,9 @@ class PackedObservers:
             if execution.runs_action(group.action):
                 self._compute_layouts(group, flat)
                 observed = _LazyObserved(group.observers, flat, run_of)
-                Executions(observed, flat, group.prepared, observed.values).observe(group.action)
+                Executions(observed, flat, group.prepared, observed.values, observed.positions).observe(
+                    group.action
+                )
         return []
 
     @staticmethod
