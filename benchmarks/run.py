@@ -2,7 +2,7 @@
 
     python benchmarks/run.py [NAME ...] [--quick] [--update] [--out FOLDER]
 
-Without names and flags: every benchmark, about half an hour, into docs/. Raw results go to
+Without names and flags: every benchmark, in less than half an hour, into docs/. Raw results go to
 FOLDER/benchmarks.json, and page.py makes the page from those. A part of the benchmarks, or a quick run,
 goes to build/bench unless told otherwise; with --update the named ones take the place of those in docs/.
 """
@@ -16,8 +16,8 @@ from page import PAGE
 
 HERE = Path(__file__).parent
 NAMES = (
-    "ops", "steps", "backward", "transforms", "analysis", "cache", "shapes", "graphs", "compiled", "sessions",
-    "startup", "memory", "instructions", "profiling", "tools", "peers", "remat", "sentinel", "distributed",
+    "peers", "instructions", "ops", "steps", "backward", "transforms", "analysis", "cache", "shapes",
+    "graphs", "compiled", "sessions", "startup", "memory", "profiling", "remat", "sentinel", "distributed",
 )  # fmt: skip
 
 
@@ -25,7 +25,7 @@ def main() -> None:
     """Run each benchmark in a process of its own, then make the page."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}")
-    parser.add_argument("--quick", action="store_true", help="everything once, about a minute: does it run?")
+    parser.add_argument("--quick", action="store_true", help="everything once: does it run?")
     parser.add_argument("--update", action="store_true", help="keep the other benchmarks of the page")
     parser.add_argument("--out", type=Path, help="folder of the page and its results")
     options = parser.parse_args()
