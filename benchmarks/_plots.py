@@ -49,11 +49,12 @@ def peers(results: dict[str, Any], axes: Any) -> None:
         axis.axvline(1, color=INK, linewidth=0.8)
         rows(axis, names, "")
         axis.set_xscale("log")
-        axis.set_xlim(0.8, 40)
-        axis.set_xticks([1, 2, 5, 10, 30], labels=["1", "2", "5", "10", "30"])
+        axis.set_xlim(0.8, 160)
+        axis.set_xticks([1, 3, 10, 30, 100], labels=["1", "3", "10", "30", "100"])
         axis.xaxis.set_minor_locator(mpl.ticker.NullLocator())
         axis.set_title(title, fontsize=8, color=INK)
-    for colour, label in ((AMANDA, "Amanda"), (OTHERS, "its peer")):
+    axes[len(axes) // 2].set_xlabel("time over the bare program")
+    for colour, label in ((AMANDA, "Amanda"), (OTHERS, "what else does the same")):
         axes[0].plot([], [], "o", color=colour, label=label, mew=0)
     axes[0].figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=8)
 

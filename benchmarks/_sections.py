@@ -54,6 +54,10 @@ def costs(peers: Results) -> str:
             + (f" ({ratio(times, peer):.2f})" if peer in times else "")
             for tool, peer in PEERS.items()
         }
+        for model, tools in peers["first"].items():
+            if model.startswith(title[:4]):
+                largest = max(ratio(one, "first") for one in tools.values())
+                columns[title]["first step, the largest of all tools"] = f"{largest:.1f}"
     return grid(columns)
 
 
@@ -70,13 +74,12 @@ def first_steps(first: Results) -> str:
 def counted_steps(results: Results) -> str:
     """Return instructions of a step: all, over the bare step's, and the interceptor's own; peers' beside."""
     counts = results["step"]
-    bare = counts["bare"][0]
-    rows = []
-    for name, (every, own, *_) in counts.items():
-        if name not in PEERS.values():
-            peer = counts.get(PEERS.get(name, ""))
-            beside = f"{PEERS[name]}: {peer[0] / bare:.2f}" if peer else ""
-            rows.append((name, f"{every:,.0f}", f"{every / bare:.3f}", f"{own:,.0f}", beside))
+    bare, rows = counts["bare"][0], []
+    for name in ("bare", "bare again", *PEERS):
+        every, own, *_ = counts[name]
+        peer = counts.get(PEERS.get(name, ""))
+        beside = f"{PEERS[name]}: {peer[0] / bare:.3f}" if peer else ""
+        rows.append((name, f"{every:,.0f}", f"{every / bare:.3f}", f"{own:,.0f}", beside))
     return table(["", "instructions", "over bare", "of the interceptor", "its peer, over bare"], rows)
 
 

@@ -61,7 +61,7 @@ def compared(program: Callable[[Any], Step], model: nn.Module, most: float, leas
 
     def measure(name: str) -> float:
         step = steps[name]
-        if bare < SHORT:
+        if bare < SHORT and not QUICK:
             step()
         return seconds(lambda: [step() for _ in range(repeats)]) / repeats
 
