@@ -283,12 +283,14 @@ def of_peers(results: Results) -> Iterator[Figure]:
             peer, base = BESIDE.get(tool, ("", "bare"))
             of = f" of {peer}'s" if peer else " x"
             each = [(quotient(times[tool], times[base]), goal(tool, model)) for model, times in steps.items()]
-            yield several(f"{tool}, {block}: {short(steps)}", of, each)
+            yield figure_of_models(f"{tool}, {block}: {short_names(steps)}", of, each)
     each = [
         (max(quotient(times["first"], times["bare"]) for times in tools.values()), goal("first step", model))
         for model, tools in results["first"].items()
     ]
-    yield several(f"first step, its largest of all tools: {short(results['first'])}", " x", each)
+    yield figure_of_models(
+        f"first step, its largest of all tools: {short_names(results['first'])}", " x", each
+    )
     for tool, start, most in PROGRAM_GOALS:
         for program, times in results["programs"].items():
             if program.startswith(start):
@@ -303,12 +305,12 @@ def goal(tool: str, model: str) -> float:
     return {**GOALS, "first step": FIRST_STEP}[tool][next(at for at, one in enumerate(SMALL) if one in model)]
 
 
-def short(models: Results) -> str:
+def short_names(models: Results) -> str:
     """Return short names of models."""
     return " / ".join(one for one in SMALL if any(one in model for model in models))
 
 
-def several(what: str, unit: str, each: Sequence[tuple[Estimate, float]]) -> Figure:
+def figure_of_models(what: str, unit: str, each: Sequence[tuple[Estimate, float]]) -> Figure:
     """Return a figure of several values with a bound each."""
     wanted = " / ".join(f"{most:g}" for _, most in each)
     measured = " / ".join(f"{one:.2f}" for one, _ in each)

@@ -26,7 +26,7 @@ def values(found: dict[str, Any]) -> dict[str, Any]:
         "held": held,
         "worth": worth,
         "figures": table(["", "figure", "measured", ""], judged),
-        "missed": lambda pattern: any(re.search(pattern, what) for what in missed),
+        "is_missed": lambda pattern: any(re.search(pattern, what) for what in missed),
         "found": found,
     }
 

@@ -95,10 +95,10 @@ def benchmark() -> dict[str, Any]:
         found[name] = {"example": pair.example, "passes": {title: {} for title in PASSES}}
         for title in PASSES:
             progress(f"  {name}, {title}, on all cores")
-            found[name]["passes"][title]["all cores"] = bare(steps[name, title], time.perf_counter)
+            found[name]["passes"][title]["all cores"] = bare_steps(steps[name, title], time.perf_counter)
     pin_to_one_core()
     for (name, title), step in steps.items():
-        found[name]["passes"][title]["wide"] = bare(step, time.thread_time)
+        found[name]["passes"][title]["wide"] = bare_steps(step, time.thread_time)
     patch = MonkeyPatch()
     for name, pair in pairs.items():
         model, example = pair.twin()
@@ -111,6 +111,6 @@ def benchmark() -> dict[str, Any]:
     return {"models": found}
 
 
-def bare(step: Callable[[], None], clock: Callable[[], float]) -> list[float]:
+def bare_steps(step: Callable[[], None], clock: Callable[[], float]) -> list[float]:
     """Return the seconds of bare steps."""
     return [seconds_of(step, clock) for _ in range(2 if QUICK else 7)][1:]

@@ -173,9 +173,9 @@ def test_parts_of_several_commits_are_told_apart(page: ModuleType) -> None:
 
 def test_a_figure_of_several_models_has_a_verdict_for_each(benchmark_modules: None) -> None:
     from _estimates import Estimate
-    from _figures import several
+    from _figures import figure_of_models
 
-    figure = several("nan", " x", [(Estimate(1.1, 1.0, 1.2), 1.2), (Estimate(1.4, 1.3, 1.5), 1.2)])
+    figure = figure_of_models("nan", " x", [(Estimate(1.1, 1.0, 1.2), 1.2), (Estimate(1.4, 1.3, 1.5), 1.2)])
     assert figure.wanted == "<= 1.2 / 1.2 x"
     assert figure.met == "met / **not met**"
 
