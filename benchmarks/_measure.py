@@ -102,8 +102,11 @@ def quiet() -> Iterator[None]:
 
 
 def pin_to_one_core() -> None:
-    """Keep this process on the last of its cores, and torch, if it is imported, on one thread."""
-    if hasattr(os, "sched_setaffinity"):
+    """Keep this process on the last of its cores, and torch, if it is imported, on one thread.
+
+    Processes of a quick run share the cores.
+    """
+    if hasattr(os, "sched_setaffinity") and not QUICK:
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)

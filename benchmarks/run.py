@@ -8,6 +8,8 @@ goes to build/bench unless told otherwise; with --update the named ones take the
 """
 
 import argparse
+import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from _measure import progress
@@ -37,8 +39,11 @@ def main() -> None:
     folder = options.out or HERE.parent / ("docs" if to_page else "build/bench")
     folder.mkdir(parents=True, exist_ok=True)
     found = PAGE.read(folder / "benchmarks.json")["benchmarks"] if options.update else {}
-    for name in options.names or NAMES:
-        found[name] = measured(HERE / f"{name}.py", options.quick)
+    names = options.names or NAMES
+    # Times of a quick run say nothing: its benchmarks may disturb each other.
+    with ThreadPoolExecutor(os.cpu_count() if options.quick else 1) as pool:
+        results_of = pool.map(lambda name: measured(HERE / f"{name}.py", options.quick), names)
+        found |= zip(names, results_of, strict=True)
     ordered = {name: found[name] for name in NAMES if name in found}
     results = {"schema": PAGE.schema, "quick": options.quick, "benchmarks": ordered}
     progress(f"{folder}/benchmarks.json, {PAGE.write(results, folder)}")
