@@ -9,16 +9,16 @@ from typing import Any
 import _callgrind  # type: ignore[import-not-found]
 import torch
 import torch.nn.functional as F
-from _measure import QUICK
+from _measure import AGAIN, BARE, QUICK
 
 SETTLING = 200
 FEW, MANY = 200, 1200
+STEP, SETTLING_STEPS, FEW_STEPS, MANY_STEPS = "step", 12, 2, 6
+"""A training step among the programs; it takes as long as hundreds of ops."""
 x, weight, bias = torch.randn(4, 4), torch.randn(4, 4), torch.randn(4)
 linear = torch.nn.Linear(4, 4)
 PROGRAMS: dict[str, Callable[[], object]] = {
-    "torch.add(a, b)": lambda: torch.add(x, weight),
     "a + b": lambda: x + weight,
-    "x.relu()": lambda: x.relu(),
     "F.linear(x, w, b)": lambda: F.linear(x, weight, bias),
     "nn.Linear(4, 4)(x)": lambda: linear(x),
 }
@@ -29,11 +29,32 @@ def count(state: str, under: Callable[[], AbstractContextManager[Any]] = nullcon
     for name, program in list(PROGRAMS.items())[: 1 if QUICK else None]:
         gc.collect()
         with under():
-            run(program, SETTLING)
-            for calls in (FEW, MANY):
-                _callgrind.lib.begin()
-                run(program, calls)
-                _callgrind.lib.end(f"{state}|{name}|{calls}".encode())
+            count_calls(f"{state}|{name}", program, SETTLING, FEW, MANY)
+
+
+def count_calls(name: str, program: Callable[[], object], settling: int, *each: int) -> None:
+    """Dump the counts of so many calls."""
+    run(program, settling)
+    for calls in each:
+        _callgrind.lib.begin()
+        run(program, calls)
+        _callgrind.lib.end(f"{name}|{calls}".encode())
+
+
+def count_steps() -> None:
+    """Dump the counts of a training step of 20 linear layers, bare, under each tool and beside its peer."""
+    from _peers import PEERS, TOOLS, layers, training, variants_of
+    from _tools import scopes
+
+    model, given = layers()
+    program = training(given)
+    steps = {name: program(other) for name, other in variants_of(model).items()}
+    bare = program(model)
+    under = {BARE: nullcontext, AGAIN: nullcontext, **scopes(TOOLS)} | ({} if QUICK else PEERS)
+    for name, scope in under.items():
+        gc.collect()
+        with scope():
+            count_calls(f"{name}|{STEP}", steps.get(name, bare), SETTLING_STEPS, FEW_STEPS, MANY_STEPS)
 
 
 def run(program: Callable[[], object], calls: int) -> None:
@@ -74,6 +95,8 @@ def main() -> None:
         count("sentinel, step not watched", lambda: amanda.apply(SentinelTool()))
         count("module hooks", lambda: module_hooks(linear))
         count("after all")
+    count_steps()
+    if not QUICK:
         # Last: with a second thread the C library begins to lock.
         count("scope in another thread", lambda: scope_elsewhere(empty))
 

@@ -44,12 +44,20 @@ def models() -> dict[str, Model]:
 def short_models() -> dict[str, Model]:
     """Return models whose steps are short although they have as many operators."""
     if QUICK:
-        return dict(list(models().items())[:1])
+        return models()
     small = Sizes(width=64, heads=4, vocabulary=100, tokens=16)
     return {
         "ResNet-50, 1 image of 32 x 32": application("ResNet50", 32),
         "BERT of 12 layers, 64 wide": bert_model(small),
     }
+
+
+def mobilenet() -> Model:
+    """Return a model of many small operators, for two images; a small CNN for a quick run."""
+    if QUICK:
+        return models()["a small CNN"]
+    model = application("MobileNetV2", 96)
+    return model._replace(example=np.repeat(model.example, 2, axis=0), words="2 images of 96 x 96")
 
 
 def application(name: str, size: int) -> Model:

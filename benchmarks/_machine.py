@@ -60,6 +60,23 @@ def installed(distribution: str) -> str:
         return ""
 
 
+def commit() -> str:
+    """Return the commit that is checked out, with "+" where files differ from it; "unknown" without git.
+
+    The pages that benchmarks write do not count.
+    """
+    git = ["git", "-C", str(Path(__file__).parent)]
+    changed = [*git, "status", "--porcelain", "--untracked-files=no", "--", ":/", ":!/docs"]
+    try:
+        head, differs = (
+            subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+            for command in ([*git, "rev-parse", "--short=12", "HEAD"], changed)
+        )
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        return "unknown"
+    return head + ("+" if differs else "")
+
+
 def compiler() -> str:
     """Return the first line that the C compiler says of itself."""
     command = [os.environ.get("CC", "cc"), "--version"]

@@ -40,7 +40,8 @@ def interleaved(
 ) -> Times:
     """Return what `measure` gives in each variant: one value of each a round, until the seconds are over.
 
-    The order changes from round to round, so that what drifts does so for all.  A quick run goes one round.
+    The order changes from round to round, so that what drifts does so for all.  A quick run goes
+    one round, without another that warms up.
     """
     taken: Times = {name: [] for name in variants}
     order, chance = list(variants), random.Random(0)
@@ -54,9 +55,10 @@ def interleaved(
                 taken[name].append(measure(name))
         gc.collect()
 
-    go_round()  # the first time plans are made, caches filled, modules imported
-    for values in taken.values():
-        values.clear()
+    if not QUICK:
+        go_round()  # the first time plans are made, caches filled, modules imported
+        for values in taken.values():
+            values.clear()
     end = time.perf_counter() + seconds
     with quiet():
         while len(taken[order[0]]) < least or (len(taken[order[0]]) < most and time.perf_counter() < end):
@@ -100,8 +102,11 @@ def quiet() -> Iterator[None]:
 
 
 def pin_to_one_core() -> None:
-    """Keep this process on the last of its cores, and torch, if it is imported, on one thread."""
-    if hasattr(os, "sched_setaffinity"):
+    """Keep this process on the last of its cores, and torch, if it is imported, on one thread.
+
+    Processes of a quick run share the cores.
+    """
+    if hasattr(os, "sched_setaffinity") and not QUICK:
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)

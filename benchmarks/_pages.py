@@ -62,6 +62,7 @@ class Page(NamedTuple):
         return render(
             self.name, **self.values(found), quick=results["quick"], settings=settings(found),
             busy=max(load for one in found.values() for load in one["load"]) > 1.5,
+            commits=sorted({one.get("commit", "unknown") for one in found.values()}),
             took=duration(list(found.values())), gpu=_on_gpu.stages(), on_gpu=_on_gpu, settings_of=settings,
             each=", ".join(f"`{name}` {one['took']} s" for name, one in found.items()),
         )  # fmt: skip
@@ -76,16 +77,18 @@ class Page(NamedTuple):
 
 
 def settings(found: Results) -> str:
-    """Return the machine, versions and time: a table for each machine that measured some."""
+    """Return the machine, versions, commit and time: a table for each machine and commit."""
     groups: dict[str, list[str]] = {}
     for name, one in found.items():
-        groups.setdefault(json.dumps([one["machine"], one["versions"]]), []).append(name)
+        facts = [one["machine"], one["versions"], one.get("commit")]
+        groups.setdefault(json.dumps(facts), []).append(name)
     tables = []
     for names in groups.values():
         members = [found[name] for name in names]
         loads = [load for one in members for load in one["load"]]
         dates = " to ".join(sorted({one["date"] for one in members}))
-        rows = members[0]["machine"] | members[0]["versions"] | {
+        commit = {"commit": members[0]["commit"]} if "commit" in members[0] else {}
+        rows = members[0]["machine"] | members[0]["versions"] | commit | {
             "measured": f"{dates}, in {duration(members)}",
             "load average": f"{min(loads)} to {max(loads)}; a benchmark alone makes 1",
         }  # fmt: skip

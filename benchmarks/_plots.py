@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import matplotlib as mpl
 from _figures import added, share
+from _sections import PEERS, programs, ratio
 
 INK = "#808080"
 AMANDA, OTHERS = "#3b8ed8", "#d9772b"
@@ -31,6 +32,33 @@ STYLE = {
 NOT_AMANDA = ("TorchFunctionMode", "TorchDispatchMode", "monkey-patch", "module hooks", "bare again")
 
 
+def peers(results: dict[str, Any], axes: Any) -> None:
+    """Draw on axes of their own for each program: the time under each tool and under its peer, over bare."""
+    for axis in axes:
+        axis.set_visible(False)
+    for axis, (title, times) in zip(axes, programs(results).items(), strict=False):
+        axis.set_visible(True)
+        tools = {tool: ratio(times, tool) for tool in PEERS}
+        beside = {tool: ratio(times, peer) for tool, peer in PEERS.items() if peer in times}
+        names = marks(axis, {"": tools}, {}, lambda _: AMANDA, markersize=5.5)
+        for height, tool in enumerate(reversed(names)):
+            if tool in beside:
+                ends = (tools[tool], beside[tool])
+                axis.plot(ends, (height, height), color=INK, linewidth=0.8, zorder=0)
+                axis.plot(ends[1], height, "o", color=OTHERS, alpha=0.8, mew=0, markersize=5.5)
+        axis.axvline(1, color=INK, linewidth=0.8)
+        rows(axis, names, "")
+        axis.set_xscale("log")
+        axis.set_xlim(0.8, 160)
+        axis.set_xticks([1, 3, 10, 30, 100], labels=["1", "3", "10", "30", "100"])
+        axis.xaxis.set_minor_locator(mpl.ticker.NullLocator())
+        axis.set_title(title, fontsize=8, color=INK)
+    axes[len(axes) // 2].set_xlabel("time over the bare program")
+    for colour, label in ((AMANDA, "Amanda"), (OTHERS, "what else does the same")):
+        axes[0].plot([], [], "o", color=colour, label=label, mew=0)
+    axes[0].figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=8)
+
+
 def ops(results: dict[str, Any], axes: Any) -> None:
     """Draw a dot for each program: nanoseconds that are added per op."""
     columns = {
@@ -48,8 +76,8 @@ def steps(results: dict[str, Any], axes: Any) -> None:
         model: {name: share(step, name).middle for name in step["twin"] if not name.startswith("bare")}
         for model, step in models.items()
     }
-    names = marks(axes, columns, dict(zip(models, "os^", strict=True)), colour_of)
-    for model, mark in zip(models, "os^", strict=True):
+    names = marks(axes, columns, dict(zip(models, "os", strict=True)), colour_of)
+    for model, mark in zip(models, "os", strict=True):
         axes.plot([], [], mark, color=INK, label=model, mew=0)
     axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=3, frameon=False, fontsize=8)
     axes.axvline(1, color=INK, linestyle="--", linewidth=1)
@@ -115,7 +143,12 @@ class Plot(NamedTuple):
     panels: int = 1
 
 
-PLOTS = {"ops": Plot(ops, (7, 3.6)), "steps": Plot(steps, (7, 2.9)), "memory": Plot(memory, (7, 2.0))}
+PLOTS = {
+    "peers": Plot(peers, (9, 2.5), 5),
+    "ops": Plot(ops, (7, 3.4)),
+    "steps": Plot(steps, (7, 2.9)),
+    "memory": Plot(memory, (7, 2.0)),
+}
 
 
 def draw(found: dict[str, Any], folder: Path, plots: Mapping[str, Plot], prefix: str) -> None:

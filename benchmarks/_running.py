@@ -6,12 +6,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from _machine import machine, versions
+from _machine import commit, machine, versions
 from _measure import in_own_process, progress
 
 
 def measured(script: Path, quick: bool) -> dict[str, Any]:
-    """Return raw results of a benchmark, with machine, versions, date, time taken and load.
+    """Return raw results of a benchmark, with machine, versions, commit, date, time taken and load.
 
     Raises CalledProcessError where it fails.
     """
@@ -21,6 +21,7 @@ def measured(script: Path, quick: bool) -> dict[str, Any]:
     return {
         "machine": machine(),
         "versions": versions(),
+        "commit": commit(),
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         "took": round(time.perf_counter() - begun),
         "load": [round(before, 2), round(os.getloadavg()[0], 2)],

@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-from _estimates import difference, median, percent, quotient
-from _figures import MODE, Results, bare_seconds, bare_step, framework_share, share, to_mode, worth
-from _tables import against, grid
+from _estimates import difference, median, quotient
+from _figures import MODE, Results, bare_seconds, share, to_mode
+from _tables import against, grid, table
 
 STATES = (
     "torch alone", "torch alone, again", "after import amanda", "after scopes", "after all",
@@ -17,33 +17,70 @@ STATES = (
 
 
 PEERS = {
-    "flops": "FlopCounterMode", "profile": "torch.profiler", "nan": "detect_anomaly", "trace": "TorchLens",
-    "prune": "torch.nn.utils.parametrize", "quantize": "torch.ao FakeQuantize",
+    "flops": "FlopCounterMode", "nan": "detect_anomaly", "profile": "torch.profiler", "trace": "TorchLens",
+    "stats": "", "prune": "torch.nn.utils.parametrize", "quantize": "torch.ao FakeQuantize",
 }  # fmt: skip
 """Tools, and what else does the same work."""
-PROGRAMS = (
-    "ResNet-50, training", "Llama of 4 layers, training", "Llama of 4 layers, 16 new tokens",
-    "BERT-tiny, training",
-)  # fmt: skip
-"""Programs with much and with little to compute in each op, of those that tools and peers run in."""
+PROGRAMS = {
+    "ResNet-50": "ResNet-50", "RegNetY": "RegNetY-200MF", "BERT": "BERT, 4 layers of 128",
+    "Llama": "Llama, 16 new tokens", "20 linear": "20 linear layers of 32",
+}  # fmt: skip
+"""Programs from those with much to compute in each op to those with little: how each begins, and in short."""
+
+
+def programs(peers: Results) -> dict[str, dict[str, Any]]:
+    """Return the seconds of the programs that show most, by their short names."""
+    every = {**peers["programs"], **peers["steps"]["forward + backward"]}
+    return {
+        title: times
+        for start, title in PROGRAMS.items()
+        for name, times in every.items()
+        if name.startswith(start)
+    }
+
+
+def ratio(times: dict[str, Any], name: str) -> float:
+    """Return the seconds of a variant over those of the bare program."""
+    return quotient(times[name], times["bare"]).middle
 
 
 def costs(peers: Results) -> str:
     """Return a table of processor time under tools over the bare program's, and under the peers."""
-
-    def ratio(times: dict[str, Any], name: str) -> str:
-        return f"{quotient(times[name], times['bare']).middle:.2f}"
-
-    programs = {**peers["programs"], **peers["small"]}
     columns = {}
-    for title in PROGRAMS:
-        if times := programs.get(title):
-            milliseconds = median(times["bare"]).middle * 1e3
-            columns[title] = {"alone": f"{milliseconds:.0f} ms"} | {
-                f"{tool} ({peer})": ratio(times, tool) + (f" ({ratio(times, peer)})" if peer in times else "")
-                for tool, peer in PEERS.items()
-            }
+    for title, times in programs(peers).items():
+        milliseconds = median(times["bare"]).middle * 1e3
+        columns[title] = {"alone": f"{milliseconds:{'.0f' if milliseconds >= 10 else '.2g'}} ms"} | {
+            f"{tool} ({peer})" if peer else tool: f"{ratio(times, tool):.2f}"
+            + (f" ({ratio(times, peer):.2f})" if peer in times else "")
+            for tool, peer in PEERS.items()
+        }
+        for model, tools in peers["first"].items():
+            if model.startswith(title[:4]):
+                largest = max(ratio(one, "first") for one in tools.values())
+                columns[title]["first step, the largest of all tools"] = f"{largest:.1f}"
     return grid(columns)
+
+
+def first_steps(first: Results) -> str:
+    """Return the first step under each tool over a bare step."""
+    return grid(
+        {
+            model: {tool: f"{quotient(times['first'], times['bare']):.1f}" for tool, times in tools.items()}
+            for model, tools in first.items()
+        }
+    )
+
+
+def counted_steps(results: Results) -> str:
+    """Return instructions of a step: all, over the bare step's, and the interceptor's own; peers' beside."""
+    counts = results["step"]
+    bare, rows = counts["bare"][0], []
+    for name in ("bare", "bare again", *PEERS):
+        every, own, *_ = counts[name]
+        peer = counts.get(PEERS.get(name, ""))
+        beside = f"{PEERS[name]}: {peer[0] / bare:.3f}" if peer else ""
+        rows.append((name, f"{every:,.0f}", f"{every / bare:.3f}", f"{own:,.0f}", beside))
+    return table(["", "instructions", "over bare", "of the interceptor", "its peer, over bare"], rows)
 
 
 def by_pass(models: Results) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -93,15 +130,11 @@ def shares_of_mode(programs: Results) -> str:
 
 
 def shares_of_steps(steps: Results) -> str:
-    """Return shares of steps by the twin, and those of paired steps."""
+    """Return the percent of the model's bare step that each variant adds to the twin's."""
     return grid(
         {
             title: {"bare step": f"{bare_seconds(step) * 1e3:.0f} ms"}
-            | {
-                name: f"{share(step, name).middle:.2f}; {percent(wide, step['wide']['bare']):.1f}"
-                for name, wide in step["wide"].items()
-                if name != "bare"
-            }
+            | {name: f"{share(step, name):.2f}" for name in step["twin"] if name != "bare"}
             for title, step in steps.items()
         }
     )
@@ -148,31 +181,3 @@ def routines(results: Results) -> str:
         columns[f"`{program}`"] = {name: f"{one:,.0f}" for name, one in values}
         columns[f"`{program}`"]["a fifth of the mode's"] = f"{more(counts, MODE)[0] / 5:,.0f}"
     return grid(columns)
-
-
-def parts_of_steps(steps: Results) -> str:
-    """Return shares of steps that tools add, in their routines and in the framework."""
-
-    def cell(step: Results, name: str) -> str:
-        whole, inside = step["wide"]["whole"], step["wide"]["inside"]
-        added = percent(whole[name], whole["bare"]).middle
-        own = 100 / bare_step(step) * median(inside[name]).middle
-        return f"{added:.1f}: routines {own:.1f}, framework {framework_share(step, name):.2f}"
-
-    return grid(
-        {
-            title: {"bare step": f"{bare_step(step) * 1e3:.0f} ms"}
-            | {name: cell(step, name) for name in step["cache"]}
-            for title, step in steps.items()
-        }
-    )
-
-
-def worths(models: Results) -> str:
-    """Return steps without the cache over steps with it."""
-    return grid(
-        {
-            title: {name: f"{worth(times):.1f}" for name, times in step["cache"].items()}
-            for title, step in by_model(models)
-        }
-    )

@@ -69,7 +69,7 @@ def benchmark() -> dict[str, Any]:
         return first
 
     first = interleaved(dict.fromkeys(TOOLS, nullcontext), measure, 15, most=60)
-    later = {name: values[1:] for name, values in later.items()}  # less the round that warmed up
+    later = {name: values[-len(first[name]) :] for name, values in later.items()}  # less what warmed up
     progress("  scopes")
     return {
         "kinds": kinds,

@@ -60,5 +60,5 @@ def benchmark() -> dict[str, Any]:
             return 1e9 * sorted(taken)[len(taken) // 2]
 
         under = {**controls(), **scopes(TOOLS), BY_HAND: hooks_by_hand, "TorchDispatchMode": DispatchMode}
-        found[title] = {"ns": interleaved(under, measure, 12, most=60), "nodes": len(graph(forward()))}
+        found[title] = {"ns": interleaved(under, measure, 6, most=40), "nodes": len(graph(forward()))}
     return {"programs": found}

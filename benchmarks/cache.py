@@ -56,5 +56,5 @@ def benchmark() -> dict[str, Any]:
         for title, passes in PASSES.items():
             progress(f"  {name}, {title}")
             under = {BARE: nullcontext, **cache_on_and_off(tool())}
-            found[name][title] = steps_in_turns(passes(*made), under, 15, most=30)
+            found[name][title] = steps_in_turns(passes(*made), under, 3, 3, 20)
     return {"models": found}

@@ -42,7 +42,7 @@ def _rank(rank: int, folder: str) -> None:
         x = torch.randn(ROWS, WIDTH)
         under = controls() | scopes({"empty tool": amanda.Tool, "FlopsTool": FlopsTool})
         # Every rank goes as many rounds in the same order, for they wait for each other.
-        found[name] = steps_in_turns(functools.partial(_step, model, optimizer, x), under, least=60)
+        found[name] = steps_in_turns(functools.partial(_step, model, optimizer, x), under, least=40)
     if rank == 0:
         Path(folder, "seconds.json").write_text(json.dumps(found))
     dist.destroy_process_group()

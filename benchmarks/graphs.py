@@ -6,10 +6,11 @@ Processor time of the whole process on one core: TensorFlow computes on threads 
 import functools
 import gc
 import os
+import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
-from itertools import product
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -19,12 +20,16 @@ from _measure import BARE, QUICK, controls, interleaved, pin_to_one_core, progre
 from _tools import FORWARD, Inserting, Make, cache_on_and_off, scopes
 
 import amanda
+from amanda.tools.dump import DumpTool
 from amanda.tools.effective_path import EffectivePathTool
 from amanda.tools.flops import FlopsTool
+from amanda.tools.nan import NanTool
 from amanda.tools.quantize import QuantizeTool
+from amanda.tools.stats import StatsTool
 from amanda.tools.trace import TraceTool
 
-PASSES = {"forward": False, "forward + backward": True}
+TRAINING = "forward + backward"
+PASSES = {"forward": False, TRAINING: True}
 HEAVY = ("Conv2D", "MatMul", "BatchMatMulV2", "Einsum")
 seconds = functools.partial(seconds_of, clock=time.process_time)
 in_turns = functools.partial(steps_in_turns, clock=time.process_time)
@@ -123,21 +128,22 @@ def hits() -> dict[str, Any]:
         def measure(_: str, step: Callable[[], object] = step) -> float:
             return 1e6 / repeats * seconds(lambda: [step() for _ in range(repeats)])
 
-        found[mode] = interleaved(controls() | scopes(HITS), measure, 6)
+        found[mode] = interleaved(controls() | scopes(HITS), measure, 3, most=40)
     return found
 
 
 def steps() -> dict[str, Any]:
-    """Return seconds of a step: model, mode -> pass -> variant -> one value a round."""
+    """Return seconds of a step of the first model: model, mode -> pass -> variant -> one value a round."""
     from _graph_models import MODES, models
 
     found: dict[str, Any] = {}
-    for (name, model), (mode, make) in product(models().items(), MODES.items()):
+    name, model = next(iter(models().items()))
+    for mode, make in MODES.items():
         here = found[f"{name}, {mode}"] = {"example": model.words, "passes": {}}
         for title, training in passes().items():
             progress(f"  {name}, {mode}, {title}")
             step = make(model, training)
-            here["passes"][title] = in_turns(step, controls() | scopes(TOOLS), 15, 7)
+            here["passes"][title] = in_turns(step, controls() | scopes(TOOLS), 6, 7)
             gc.collect()
     return found
 
@@ -165,29 +171,54 @@ def rewrites() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for mode, make in MODES.items():
         progress(f"  rewrites, {mode}")
-        programs = {f"{name}, forward + backward": functools.partial(make, model, True)}
-        for length in (50, 100) if QUICK else (500, 2000, 6000):
+        programs = {f"{name}, {TRAINING}": functools.partial(make, model, True)}
+        for length in (100,) if QUICK else (500, 4000):
             programs[f"{length:,} ops"] = functools.partial(CHAINS[mode], length)
         found[mode] = {}
         for what, program in programs.items():
-            found[mode][what] = [first_call(program()) for _ in range(1 if QUICK else 3)]
+            found[mode][what] = [first_call(program()) for _ in range(1 if QUICK else 2)]
             gc.collect()  # TensorFlow knows an equal copy again, as long as one lives
     return found
 
 
-def cache(models: Mapping[str, Any]) -> dict[str, Any]:
-    """Return seconds of a step under each task's tool: task, model, mode -> pass -> variant."""
+def whole_tools() -> dict[str, Any]:
+    """Return seconds of a training step of MobileNetV2 under tools, and under observers of no effect."""
+    from _graph_models import in_a_function, mobilenet
+
+    model = mobilenet()
+    progress(f"  MobileNetV2, {model.words}")
+    step = in_a_function(model, training=True)
+
+    def measure(_: str) -> float:
+        step()  # between the opening of a scope and the timing: it goes on in the scope
+        return seconds(step)
+
+    with tempfile.TemporaryDirectory(prefix="amanda-bench-") as folder:
+        tools: dict[str, Make] = {
+            "observer on every op": TOOLS["observer on every op"],
+            "nan": NanTool,
+            "stats": StatsTool,
+            "dump, every execution": lambda: DumpTool(Path(folder, "dump"), executions=None),
+        }
+        taken = interleaved(controls() | scopes(tools), measure, 12, 7)
+    return {f"MobileNetV2, {model.words}": taken}
+
+
+def cache(which: Iterable[tuple[str, Any, str]]) -> dict[str, Any]:
+    """Return seconds of a training step under each task's tool: task, model, mode -> pass -> variant.
+
+    which: names, models and modes.
+    """
     from _graph_models import MODES
 
     found: dict[str, Any] = {}
-    for (name, model), (mode, make), (title, training) in product(
-        models.items(), MODES.items(), passes().items()
-    ):
-        step = make(model, training)
+    for name, model, mode in which:
+        step = MODES[mode](model, True)
         for task, tool in TASKS.items():
-            progress(f"  cache, {task}, {name}, {mode}, {title}")
+            progress(f"  cache, {task}, {name}, {mode}")
             under = {BARE: nullcontext, **cache_on_and_off(tool())}
-            found.setdefault(f"{task}: {name}, {mode}", {})[title] = in_turns(step, under, 4, 3, 20)
+            found[f"{task}: {name}, {mode}"] = {TRAINING: in_turns(step, under, 2, 3, 20)}
+        gc.collect()
     return found
 
 
@@ -196,8 +227,11 @@ def benchmark() -> dict[str, Any]:
     pin_to_one_core()
     from _graph_models import models, short_models
 
-    some = dict(list(models().items())[: 1 if QUICK else None])
+    (name, model), *_ = models().items()
+    (image, residual), (words, bert) = short_models().items()
+    short = [(words, bert, "session"), (words, bert, "function"), (image, residual, "function")]
     return {
-        "hits": hits(), "steps": steps(), "rewrites": rewrites(), "cache": cache(some),
-        "short cache": cache(short_models()),
+        "hits": hits(), "steps": steps(), "tools": whole_tools(), "rewrites": rewrites(),
+        "cache": cache([] if QUICK else [(name, model, "function")]),
+        "short cache": cache(short[: 1 if QUICK else None]),
     }  # fmt: skip

@@ -32,7 +32,7 @@ OWNERS = {
 
 
 def benchmark() -> dict[str, Any]:
-    """Return instructions of one call: program -> state -> count; or why they were not counted."""
+    """Return instructions of calls, program -> state -> counts, and of a step; or why there are none."""
     if shutil.which("valgrind") is None:
         return {"missing": "valgrind is not installed"}
     with tempfile.TemporaryDirectory(prefix="amanda-bench-") as scratch:
@@ -44,7 +44,9 @@ def benchmark() -> dict[str, Any]:
         progress("  python under callgrind")
         run_counted(folder)
         version = subprocess.run(["valgrind", "--version"], capture_output=True, text=True, check=True).stdout
-        return {"programs": per_call(folder), "owners": list(OWNERS), "tool": version.strip()}
+        programs = per_call(folder)
+        step = programs.pop("step")
+        return {"programs": programs, "step": step, "owners": list(OWNERS), "tool": version.strip()}
 
 
 def compile_requests(folder: Path) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 MODELS = ("ResNet-50", "BERT-base")
 SHARE, GROWTH = Path(__file__).with_name("memory_share.py"), Path(__file__).with_name("memory_growth.py")
 AT_ALL = "routines at all four points"
-TOOLS = ("empty tool, backward too", "before + after", AT_ALL)
+TOOLS = ("empty tool, backward too", AT_ALL)
 
 
 def benchmark() -> dict[str, Any]:
@@ -27,7 +27,7 @@ def benchmark() -> dict[str, Any]:
         tools = TOOLS[-1 if QUICK else 0 :]
         shares[model] = {tool: in_own_process(SHARE, model, tool, **MALLOC) for tool in tools}
     growth = {}
-    iterations = "100" if QUICK else "10000"
+    iterations = "100" if QUICK else "5000"
     for tool in ("bare", AT_ALL):
         progress(f"  {iterations} iterations, {tool}")
         growth[tool] = in_own_process(GROWTH, iterations, tool, **MALLOC)

@@ -4,11 +4,12 @@ python benchmarks/page.py docs/benchmarks.json [--out FOLDER]
 """
 
 import argparse
+import re
 from pathlib import Path
 from typing import Any
 
 import _sections
-from _figures import figures, held
+from _figures import figures, held, worth
 from _pages import Page, settings
 from _plots import PLOTS
 from _tables import table
@@ -18,15 +19,19 @@ __all__ = ["PAGE", "read", "settings", "text"]
 
 def values(found: dict[str, Any]) -> dict[str, Any]:
     """Return the figures, and the functions of tables."""
+    judged = list(figures(found))
+    missed = [figure.what for figure in judged if "not met" in figure.met]
     return {
         **vars(_sections),
         "held": held,
-        "figures": table(["", "figure", "measured", ""], figures(found)),
+        "worth": worth,
+        "figures": table(["", "figure", "measured", ""], judged),
+        "is_missed": lambda pattern: any(re.search(pattern, what) for what in missed),
         "found": found,
     }
 
 
-PAGE = Page("benchmarks", 2, "benchmarks", values, PLOTS)
+PAGE = Page("benchmarks", 3, "benchmarks", values, PLOTS)
 read, text = PAGE.read, PAGE.text
 
 

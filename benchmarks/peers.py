@@ -1,126 +1,96 @@
-"""Whole programs under each tool, and with what else does the tool's work.
+"""Programs under each tool, and with what else does the tool's work; and the first step under each tool.
 
 Keras' `fit` has the tools alone.  fvcore and TorchLens look at one forward pass, and not at a program.
 """
 
 import copy
-import functools
+import multiprocessing
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
-from _measure import QUICK, Times, controls, in_own_process, interleaved, pin_to_one_core, progress
+from _measure import (
+    AGAIN,
+    BARE,
+    QUICK,
+    Times,
+    Variant,
+    controls,
+    in_own_process,
+    interleaved,
+    pin_to_one_core,
+    progress,
+)
 from _measure import seconds_of as seconds
-from _models import training
-from _tools import Make, scopes
-from compiled import masked
-from models import let_torchvision_load, resnet50
-from torch import Tensor, nn
-from torch.ao.quantization import default_fake_quant, default_per_channel_weight_fake_quant
-from torch.nn.utils.parametrize import register_parametrization
-from torch.profiler import ProfilerActivity
-from torch.utils.flop_counter import FlopCounterMode
+from _peers import (
+    PEERS,
+    TOOLS,
+    Step,
+    generating,
+    large_models,
+    llama,
+    small_models,
+    training,
+    variants_of,
+)
+from _tools import scopes
+from torch import nn
 
-import amanda
-
-TOOLS: dict[str, Make] = {
-    name: functools.partial(amanda.load_tool, name, **options)
-    for name, options in {
-        "profile": {}, "flops": {}, "trace": {}, "nan": {}, "quantize": {"method": "qat"}, "prune": {},
-    }.items()
-}  # fmt: skip
-PEERS: dict[str, Callable[[], Any]] = {
-    "torch.profiler": functools.partial(
-        torch.profiler.profile, activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
-    ),
-    "FlopCounterMode": lambda: FlopCounterMode(display=False),
-    "detect_anomaly": torch.autograd.detect_anomaly,
-    "torch.ao FakeQuantize": nullcontext,
-    "torch.nn.utils.parametrize": nullcontext,
-}
+BLOCKS = {"forward + backward": None, "forward + backward + AdamW": torch.optim.AdamW}
 TITLE = "{}, training"
-Step = Callable[[], object]
+BLOCK = 0.005
+"""Seconds of one timing, at least."""
+SHORT = 0.1
+"""Seconds of a program that runs once between the opening of a scope and a timing, since it goes on there."""
+FIRST = 1 if QUICK else 5
+"""Processes in which a first step is measured, of each tool and model."""
 
 
-class Experts(nn.Module):
-    """Products with 32 of 64 matrices, which are gathered anew at each step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(64, 256, 512) / 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return tokens after their expert.  x: (32, tokens, 256)."""
-        return torch.bmm(x, self.weight[torch.randperm(64)[:32]])
-
-
-WEIGHTED = (nn.Conv2d, nn.Linear, Experts)
-
-
-Models = dict[str, tuple[nn.Module, Tensor]]
-
-
-def models() -> Models:
-    """Return models with random weights, each with its input."""
-    let_torchvision_load()
-    import timm
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 688, "num_attention_heads": 4}
-    config = LlamaConfig(num_hidden_layers=4, vocab_size=1000, use_cache=False, pad_token_id=0, **sizes)
-    image = torch.rand(1, 3, 224, 224)
-    return {
-        "Llama of 4 layers": (LlamaForCausalLM(config), torch.randint(0, 1000, (1, 64))),
-        "ResNet-50": (resnet50(), image),
-        "ViT-Tiny": (timm.create_model("vit_tiny_patch16_224"), image),
-    }
-
-
-def small_models() -> Models:
-    """Return models of many small ops, and one that gathers weights, each with its input."""
-    let_torchvision_load()
-    import timm
-    from transformers import BertConfig, BertModel, ElectraConfig, ElectraModel
-
-    tiny: dict[str, Any] = {"vocab_size": 1000, "hidden_size": 128, "intermediate_size": 512}
-    bert = BertConfig(num_hidden_layers=2, num_attention_heads=2, **tiny)
-    electra = ElectraConfig(num_hidden_layers=4, num_attention_heads=4, embedding_size=128, **tiny)
-    words = torch.randint(0, 1000, (2, 32))
-    mlp = nn.Sequential(*(one for _ in range(20) for one in (nn.Linear(64, 64), nn.ReLU())))
-    return {
-        "MobileNetV2, batch of 8": (timm.create_model("mobilenetv2_100"), torch.rand(8, 3, 96, 96)),
-        "BERT-tiny": (BertModel(bert), words),
-        "ELECTRA-tiny": (ElectraModel(electra), words),
-        "MLP of 20 layers": (mlp, torch.rand(32, 64)),
-        "32 of 64 experts, gathered": (Experts(), torch.rand(32, 8, 256)),
-    }
-
-
-def quantized(model: nn.Module) -> nn.Module:
-    """Return a copy of a model that is quantised in training, as torch.ao does it."""
-    model = copy.deepcopy(model)
-    for layer in [one for one in model.modules() if isinstance(one, WEIGHTED)]:
-        register_parametrization(layer, "weight", default_per_channel_weight_fake_quant(ch_axis=0))
-        inputs = default_fake_quant()
-        layer.register_forward_pre_hook(lambda _, given, inputs=inputs: (inputs(given[0]), *given[1:]))
-    return model
-
-
-def compared(program: Callable[[nn.Module], Step], model: nn.Module) -> Times:
-    """Return processor seconds of a program by variant."""
+def compared(program: Callable[[Any], Step], model: nn.Module, most: float, least: int = 7) -> Times:
+    """Return processor seconds of a program by variant; for so many seconds, and at least so many rounds."""
     under = {**controls(), **scopes(TOOLS), **PEERS}
-    steps = dict.fromkeys(under, program(model))
-    steps["torch.ao FakeQuantize"] = program(quantized(model))
-    steps["torch.nn.utils.parametrize"] = program(masked(model, WEIGHTED))
-    return interleaved(under, lambda name: seconds(steps[name]), 60, most=40)
+    steps = {**dict.fromkeys(under, program(model))}
+    steps |= {name: program(other) for name, other in variants_of(model).items()}
+    steps[BARE]()
+    bare = seconds(steps[BARE])
+    repeats = 1 if QUICK else max(1, int(BLOCK / bare))
+
+    def measure(name: str) -> float:
+        step = steps[name]
+        if bare < SHORT and not QUICK:
+            step()
+        return seconds(lambda: [step() for _ in range(repeats)]) / repeats
+
+    return interleaved(under, measure, most, least, 40)
 
 
-def generating(given: Tensor) -> Callable[[Any], Step]:
-    """Return a program that generates sixteen tokens."""
-    return lambda model: lambda: model.generate(given, max_new_tokens=16, do_sample=False, use_cache=True)
+def first_steps(step: Step) -> dict[str, Times]:
+    """Return processor seconds of a bare step and of the first step under each tool: tool -> which -> values.
+
+    Each is of a process of its own, a fork of this one, in which Amanda has seen no op yet.
+    """
+    fork, found = multiprocessing.get_context("fork"), {}
+
+    def child(results: Any, scope: Variant) -> None:
+        bare = median(seconds(step) for _ in range(9))  # the first ones copy memory that the fork shares
+        with scope():
+            results.send((bare, seconds(step)))
+
+    for _ in range(FIRST):
+        for name, scope in {AGAIN: nullcontext, **scopes(TOOLS)}.items():
+            receiver, sender = fork.Pipe(duplex=False)
+            process = fork.Process(target=child, args=(sender, scope))
+            process.start()
+            sender.close()  # so that a process that ends early is noticed
+            times = found.setdefault(name, {BARE: [], "first": []})
+            for values, value in zip(times.values(), receiver.recv(), strict=True):
+                values.append(value)
+            process.join()
+    return found
 
 
 def fit() -> Times:
@@ -137,7 +107,7 @@ def fit() -> Times:
     def measure(_: str) -> float:
         return float(seconds(lambda: model.fit(x, y, batch_size=16, verbose=0), time.process_time))
 
-    return interleaved({**controls(), **scopes(TOOLS)}, measure, 60, most=40)
+    return interleaved({**controls(), **scopes(TOOLS)}, measure, 15, most=40)
 
 
 def look(name: str) -> Times:
@@ -149,7 +119,7 @@ def look(name: str) -> Times:
     from fvcore.nn import FlopCountAnalysis
 
     pin_to_one_core()
-    model, given = {**models(), **small_models()}[name]
+    model, given = {**large_models(), **small_models()}[name]
     looks = {
         "fvcore": lambda: FlopCountAnalysis(model, given).total(),
         "TorchLens": lambda: torchlens.trace(copy.deepcopy(model), given),
@@ -158,23 +128,32 @@ def look(name: str) -> Times:
 
 
 def benchmark() -> dict[str, Any]:
-    """Return seconds by program and variant."""
+    """Return seconds by program and variant: "steps" of small models by block, their "first", "programs"."""
     pin_to_one_core()
     torch.manual_seed(0)
-    found: dict[str, Any] = {}
-    for name, (model, given) in list(models().items())[: 1 if QUICK else None]:
+    small = dict(list(small_models().items())[-1 if QUICK else 0 :])
+    first = {}
+    for name, (model, given) in small.items():  # before Amanda has seen any op
+        progress(f"  {name}, first steps")
+        first[name] = first_steps(training(given)(model))
+    steps: dict[str, Any] = {block: {} for block in BLOCKS}
+    for block, optimizer in BLOCKS.items():
+        for name, (model, given) in small.items():
+            progress(f"  {name}, {block}")
+            steps[block][name] = compared(training(given, optimizer), model, 15, 12)
+    programs = {}
+    for name, (model, given) in large_models().items() if not QUICK else ():
         progress(f"  {name}")
-        found[TITLE.format(name)] = compared(functools.partial(training, example=given), model)
-        if name.startswith("Llama"):
-            found[f"{name}, 16 new tokens"] = compared(generating(given[:, :8]), model.eval())
+        programs[TITLE.format(name)] = compared(training(given), model, 15, 5)
+    model, prompt = llama()
+    progress("  Llama")
+    programs["Llama of 4 layers, 16 new tokens"] = compared(generating(prompt), model, 20)
     progress("  Keras")
-    found["Keras, fit"] = fit()
-    small: dict[str, Any] = {}
-    for name, (model, given) in list(small_models().items())[: 1 if QUICK else None]:
-        progress(f"  {name}")
-        small[TITLE.format(name)] = compared(functools.partial(training, example=given), model)
-    for into, those in ((found, models()), (small, small_models())):
-        for name in [] if QUICK else those:
-            progress(f"  {name}, fvcore and TorchLens")
-            into[TITLE.format(name)] |= in_own_process(Path(__file__).with_name("peers_look.py"), name)
-    return {"programs": found, "small": small}
+    programs["Keras, fit"] = fit()
+    for name in [] if QUICK else ("ResNet-50, 1 image of 224 x 224", *small):
+        progress(f"  {name}, fvcore and TorchLens")
+        into = steps["forward + backward"] if name in small else programs
+        into[name if name in small else TITLE.format(name)] |= in_own_process(
+            Path(__file__).with_name("peers_look.py"), name
+        )
+    return {"steps": steps, "first": first, "programs": programs}

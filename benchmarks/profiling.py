@@ -1,4 +1,4 @@
-"""The profile tool beside torch.profiler: what they say of a training step of BERT-base, and their cost."""
+"""The profile tool beside torch.profiler: what they say of a training step of BERT-base."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from _measure import QUICK, Variant, controls, interleaved, pin_to_one_core, progress, seconds_of
+from _measure import QUICK, pin_to_one_core, progress
 from _models import models, training
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity
@@ -22,13 +22,13 @@ Spans = dict[str, list[float]]
 
 
 def benchmark() -> dict[str, Any]:
-    """Return microseconds: of the same executions, of runs apart; and seconds of a step under each."""
+    """Return microseconds: of the same executions, and of runs apart."""
     pin_to_one_core()
     torch.manual_seed(0)
     pair = models()["BERT-base"]
     model, example = pair.usual()
     step = training(model, example)
-    rounds = 2 if QUICK else 7
+    rounds = 2 if QUICK else 4
     tool = ProfileTool(memory=False)
     with amanda.apply(tool):
         step()
@@ -37,15 +37,12 @@ def benchmark() -> dict[str, Any]:
     at_once = [of_step(tool, lambda: of_torch(traced(step))) for _ in range(rounds)]
     progress("  one after the other")
     apart = [(of_step(tool, step)[0], of_torch(traced(step))) for _ in range(rounds)]
-    progress("  cost")
     both = [pair for mine, his in at_once for pair in paired(mine, his)]
     common = [name for name in apart[0][0] if name in apart[0][1]]
     return {
         "example": pair.example,
-        "ops": sum(map(len, apart[0][0].values())),
         "at once": agreement(both),
         "apart": {name: [middle(runs, name) for runs in zip(*apart, strict=True)] for name in common},
-        "seconds": cost(step),
     }
 
 
@@ -116,21 +113,6 @@ def agreement(pairs: list[tuple[float, float]]) -> dict[str, Any]:
 def middle(runs: tuple[Spans, ...], name: str) -> float:
     """Return the median of what several runs took in ops of one name."""
     return float(np.median([sum(spans[name]) for spans in runs]))
-
-
-def cost(step: Callable[[], None]) -> dict[str, list[float]]:
-    """Return processor seconds of a step, once a round."""
-    tools = {
-        "ProfileTool, times alone": ProfileTool(memory=False, limit=0),
-        "ProfileTool": ProfileTool(limit=0),
-        "ProfileTool, with a timeline": ProfileTool(),
-    }
-    under: dict[str, Variant] = {
-        **controls(),
-        **{name: functools.partial(in_scope, tool) for name, tool in tools.items()},
-        "torch.profiler": torch_profiler,
-    }
-    return interleaved(under, lambda _: min(seconds_of(step) for _ in range(2)), 60, most=15)
 
 
 @contextmanager

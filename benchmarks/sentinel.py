@@ -31,10 +31,10 @@ MODULES = 8
 """Modules with a fault in each op, in a step with faults."""
 TRIALS = 2
 """Steps with faults, for each model and fault: half forward, half backward."""
-CLEAN = 10
+CLEAN = 3
 """Watched steps without faults."""
-ROUNDS, STEPS = 60, 5
-"""Rounds of steps of a model's narrow twin."""
+ROUNDS, LONG_ROUNDS, STEPS = 3, 25, 5
+"""Rounds of a step of a model, and of some steps of its narrow twin."""
 
 
 def benchmark() -> dict[str, Any]:
@@ -82,14 +82,14 @@ def _seconds(step: Any) -> Times:
     tools = {"not watched": SentinelTool(budget=1e-9)}
     for share in (SHARE, 1.0):
         tools[f"watched, {share:.0%} of the ops"] = SentinelTool(budget=None, share=share)
-    return _steps(step, tools, 1, 5)
+    return _steps(step, tools, 1, ROUNDS)
 
 
 def _long(pair: Pair) -> dict[str, Any]:
     """Return the processor seconds of rounds of a twin's steps, and what was spent of a budget."""
     tool = SentinelTool(budget=BUDGET)
     tools = {"not watched": SentinelTool(budget=1e-9), f"budget of {BUDGET:.0%}": tool}
-    times = _steps(training(*pair.twin()), tools, STEPS, ROUNDS)
+    times = _steps(training(*pair.twin()), tools, STEPS, LONG_ROUNDS)
     result = tool.result
     return {"long": times, "spent": result.spent / result.passed, **asdict(result.counts)}
 

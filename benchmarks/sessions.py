@@ -76,5 +76,5 @@ def benchmark() -> dict[str, Any]:
             for name, scope in under.items():
                 with scope():
                     first[name] = seconds_of(run, time.process_time) - seconds_of(run, time.process_time)
-            here["runs"][mode] = steps_in_turns(run, controls() | under, 60, 15, 200, clock=time.process_time)
+            here["runs"][mode] = steps_in_turns(run, controls() | under, 12, 7, 40, clock=time.process_time)
     return {"models": found}

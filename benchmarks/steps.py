@@ -1,8 +1,7 @@
-"""Steps of ResNet-50, BERT-base and GPT-2 under tools, beside bare steps and what people use today.
+"""Steps of ResNet-50 and BERT-base under tools, beside bare steps and what people use today.
 
-A step of the model as it is used shows the cost as a share of the step, with the step's noise. The
-same step of the narrow twin, where the same operators have little to compute, shows the time that is
-added, which divided by the step of the model itself is the share without that noise.
+Steps of the model's narrow twin, where the same operators have little to compute, show the time that is
+added. Divided by the bare step of the model itself it is the share of that, without that step's noise.
 """
 
 import os
@@ -23,12 +22,8 @@ TOOLS = chosen("empty tool", "before + after")
 BACKWARD_TOO = chosen(
     "empty tool, backward too", "routines at all four points, leaves apart", "routines at all four points"
 )
-SECONDS = {
-    ("wide", "forward"): 25.0,
-    ("wide", "forward + backward"): 70.0,
-    ("twin", "forward"): 10.0,
-    ("twin", "forward + backward"): 15.0,
-}
+MODELS = ("ResNet-50", "BERT-base")
+SECONDS = {"forward": 6.0, "forward + backward": 12.0}
 
 
 def variants(model: nn.Module, backward: bool, patch: MonkeyPatch) -> dict[str, Variant]:
@@ -84,31 +79,38 @@ def seen(model: nn.Module, step: Callable[[], None]) -> dict[str, int]:
 
 
 def benchmark() -> dict[str, Any]:
-    """Return seconds of steps: model -> pass -> "wide" and "twin" -> variant -> one value a round.
+    """Return seconds of steps: model -> pass -> "all cores", "wide" and "twin", the latter by variant.
 
-    Both on one core; "all cores": of bare steps of the wide model on all of them.
+    "all cores", "wide": of bare steps of the model on all cores, and on one.
     """
     torch.set_num_threads(os.cpu_count() or 1)
     found: dict[str, Any] = {}
-    for name, pair in models().items():
-        model, example = pair.twin() if QUICK else pair.wide()
+    pairs = {name: models()[name] for name in MODELS}
+    steps = {
+        (name, title): passes(*pair.usual())
+        for name, pair in pairs.items()
+        for title, passes in PASSES.items()
+    }
+    for name, pair in pairs.items():
         found[name] = {"example": pair.example, "passes": {title: {} for title in PASSES}}
-        for title, passes in PASSES.items():
+        for title in PASSES:
             progress(f"  {name}, {title}, on all cores")
-            step = passes(model, example)
-            taken = [seconds_of(step, time.perf_counter) for _ in range(1 if QUICK else 8)]
-            found[name]["passes"][title]["all cores"] = taken
+            found[name]["passes"][title]["all cores"] = bare_steps(steps[name, title], time.perf_counter)
     pin_to_one_core()
+    for (name, title), step in steps.items():
+        found[name]["passes"][title]["wide"] = bare_steps(step, time.thread_time)
     patch = MonkeyPatch()
-    for name, pair in models().items():
-        for kind, (model, example) in pair.both():
-            for title, passes in PASSES.items():
-                progress(f"  {name}, {title}, {kind}")
-                step, results = passes(model, example), found[name]["passes"][title]
-                under = variants(model, "backward" in title, patch)
-                results[kind] = steps_in_turns(step, under, SECONDS[kind, title], most=100)
-                if kind == "twin":
-                    results["seen"] = seen(model, step)
-                if QUICK:
-                    results["wide"] = results["twin"]
+    for name, pair in pairs.items():
+        model, example = pair.twin()
+        for title, passes in PASSES.items():
+            progress(f"  {name}, {title}, twin")
+            step, results = passes(model, example), found[name]["passes"][title]
+            under = variants(model, "backward" in title, patch)
+            results["twin"] = steps_in_turns(step, under, SECONDS[title], most=100)
+            results["seen"] = seen(model, step)
     return {"models": found}
+
+
+def bare_steps(step: Callable[[], None], clock: Callable[[], float]) -> list[float]:
+    """Return the seconds of bare steps."""
+    return [seconds_of(step, clock) for _ in range(2 if QUICK else 7)][1:]

@@ -59,5 +59,5 @@ def benchmark() -> dict[str, Any]:
             return min(seconds_of(program) for _ in range(3 if QUICK else 7))
 
         under = {**controls(), **scopes(TOOLS), "FlopCounterMode": lambda: FlopCounterMode(display=False)}
-        found[title] = interleaved(under, measure, 12, most=60)
+        found[title] = interleaved(under, measure, 7, most=40)
     return {"programs": found}

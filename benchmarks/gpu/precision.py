@@ -13,6 +13,7 @@ from _cases import Cases, bare
 from _device import DEVICE, ON_GPU, peak, placed, timed
 from _measure import QUICK, controls
 from _models import models
+from _tools import Inserting
 from compiled import TOOLS as COMPILED
 from copies import copied
 from streams import ASYNCHRONOUS, WIDE, layers, train
@@ -26,6 +27,7 @@ from amanda.testing import EqualCopies, Silent, Unchanged
 from amanda.tools.prune import PruneError, PruneTool
 
 Program = Callable[[], list[Tensor]]
+PRODUCTS = ("conv2d", "linear")
 HEADS = (2, 4, 64, 32) if QUICK else (4, 16, 2048, 64)
 """Batch, heads, length and width of attention."""
 
@@ -54,10 +56,21 @@ def stage(cases: Cases) -> None:
     cases("2:4 weights", sparse)
     step = functools.partial(train, placed(layers), placed(lambda: torch.randn(64, WIDE)))
     cases("peak of memory", peaks, step)
-    for name, make in COMPILED.items():
+    for name, make in {**COMPILED, "observer at convolutions and products": observing}.items():
         for mode in ("default",) if QUICK else ("default", "reduce-overhead"):
             cases(f"compiled, {mode}, {name}", compiled, mode, make)
     cases("FlexAttention, compiled", flexible, True)
+
+
+def observing() -> amanda.Tool:
+    """Return a tool that looks at the output of each convolution and each product with a weight."""
+    calls: list[int] = [0]
+
+    @amanda.observer
+    def look(_: Tensor) -> None:
+        calls[0] += 1
+
+    return Inserting("after", routine=look, where=lambda context: context.get_op_type() in PRODUCTS)
 
 
 def same(program: Program) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 from _estimates import Estimate, difference, median, percent
-from _figures import bare_step, framework_share
 from _figures import worth as worth_of
 from _tables import grid
 
@@ -64,6 +63,18 @@ def framework(mode: str, model: Results, case: str) -> Estimate:
         return framework_share(model, case)
     twin = model["twin"]
     return difference(twin[f"{case}, hollow"], twin["bare"]).times(100 / bare_seconds(mode, model))
+
+
+def framework_share(step: Results, name: str) -> Estimate:
+    """Return the percent of the bare step that a tool adds to the twin's beside the time in its routines."""
+    twin = step["twin"]
+    outside = np.asarray(twin["whole"][name]) - np.asarray(twin["inside"][name])
+    return difference(outside, twin["whole"]["bare"]).times(100 / bare_step(step))
+
+
+def bare_step(step: Results) -> float:
+    """Return the seconds of the model's own step."""
+    return median(step["wide"]["whole"]["bare"]).middle
 
 
 def bare_seconds(mode: str, model: Results) -> float:

@@ -14,8 +14,8 @@ from _zoo import in_pytorch, in_tensorflow, use_cases
 
 def eager() -> dict[str, Any]:
     """Return seconds of steps, and in routines: model -> "wide" and "twin" -> one value a round."""
+    from _clocked import under_tools
     from _models import training
-    from tools import under_tools
 
     pin_to_one_core()
     found: dict[str, Any] = {}

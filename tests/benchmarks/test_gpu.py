@@ -151,7 +151,10 @@ def test_results_are_put_into_the_pages_but_no_rehearsal(
 ) -> None:
     import _on_gpu
     import _prepare  # type: ignore[import-not-found]
+    import page  # type: ignore[import-not-found]
 
+    if json.loads((ROOT / "docs" / "benchmarks.json").read_text())["schema"] < page.PAGE.schema:
+        pytest.xfail("results of an older schema: `nox -s bench` measures them")
     for name in ("benchmarks", "paper-evaluation"):
         (tmp_path / f"{name}.json").write_text((ROOT / "docs" / f"{name}.json").read_text())
     monkeypatch.setattr(_on_gpu, "FILE", tmp_path / "gpu.json")

@@ -1,4 +1,4 @@
-"""Cost of whole tools on models: their own routines and the framework apart, with the cache and without.
+"""Steps under tools with a clock around their routines: the routines' part of the cost, and the framework's.
 
 A tool's own part is the time in its routines, which a clock around each takes, and in the gradients that
 autograd computes of them. The framework's part is taken on a model's narrow twin, where the same operators
@@ -11,28 +11,13 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from _measure import BARE, QUICK, controls, interleaved, pin_to_one_core, progress, seconds_of
-from _models import PASSES, models
-from _tools import Make, scopes, with_and_without_cache
+from _measure import BARE, controls, interleaved, seconds_of
+from _tools import Make, scopes
 from _wrapping import wrap
 from torch.utils._pytree import tree_leaves
 
 import amanda
 from amanda.action import Routine
-
-TOOLS: Mapping[str, tuple[str, dict[str, Any]]] = {
-    "trace": ("trace", {}),
-    "flops": ("flops", {}),
-    "stats": ("stats", {}),
-    "effective path": ("effective_path", {}),
-    "prune": ("prune", {"sparsity": 0.5}),
-    "prune, 2:4": ("prune", {"pattern": "2:4"}),
-    "quantize, dynamic": ("quantize", {"method": "dynamic"}),
-    "quantize, qat": ("quantize", {"method": "qat"}),
-}
-SOME = ("trace", "prune", "quantize, qat")
-"""Those of a quick run."""
-SECONDS = {"wide": 60.0, "twin": 20.0}
 
 
 class Clock:
@@ -102,28 +87,3 @@ def under_tools(step: Callable[[], None], tools: Mapping[str, Make], seconds: fl
         "whole": {name: taken for name, taken in whole.items() if name not in clocks},
         "inside": {name.removesuffix(", clocked"): taken[-rounds:] for name, taken in inside.items()},
     }
-
-
-def benchmark() -> dict[str, Any]:
-    """Return seconds of steps: model -> pass -> "wide", "twin" and "cache" -> one value a round."""
-    pin_to_one_core()
-    torch.manual_seed(0)
-    tools: dict[str, Make] = {
-        name: functools.partial(amanda.load_tool, tool, **options)
-        for name, (tool, options) in TOOLS.items()
-        if not QUICK or name in SOME
-    }
-    found: dict[str, Any] = {}
-    for name in ("ResNet-50", "BERT-base")[: 1 if QUICK else None]:
-        pair = models()[name]
-        found[name] = {"example": pair.example, "passes": {title: {} for title in PASSES}}
-        for kind, (model, example) in pair.both():
-            for title, passes in PASSES.items():
-                progress(f"  {name}, {title}, {kind}")
-                step, results = passes(model, example), found[name]["passes"][title]
-                results[kind] = under_tools(step, tools, SECONDS[kind])
-                if kind == "wide" or QUICK:
-                    results["cache"] = with_and_without_cache(step, tools, least=3)
-                if QUICK:
-                    results["wide"] = results["twin"]
-    return {"models": found}
