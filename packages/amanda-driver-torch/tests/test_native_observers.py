@@ -480,7 +480,9 @@ def checkpointed() -> None:
         torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False).sum().backward()
 
 
-@pytest.mark.parametrize("program", [training(), in_place, resized, emptied_and_refilled, on_meta, checkpointed])
+@pytest.mark.parametrize(
+    "program", [training(), in_place, resized, emptied_and_refilled, on_meta, checkpointed]
+)
 def test_profile_tells_the_memory_that_it_tells_when_python_looks(
     program: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,8 +14,8 @@ the `Resumption` with which Python continues an execution that native code has b
 
 `Moments` are statistics of numbers in memory, for observers: they belong to no call. A `FiniteCheck` is a
 routine that native code calls only where an op's outputs are not finite. `Moments.add_all` and `nonfinite`
-read many arrays at once, by the buffer protocol. A `Clock` measures executions, which nest on each thread, and a
-`StorageTracker` counts the bytes of live storages.
+read many arrays at once, by the buffer protocol. A `Clock` measures executions, which nest on each thread, and
+a `StorageTracker` counts the bytes of live storages.
 
 Without a C compiler at install time a pure-Python interceptor offers the same names, and replaces
 callables as attributes; `NATIVE` tells which interceptor is in force and `REASON` why.

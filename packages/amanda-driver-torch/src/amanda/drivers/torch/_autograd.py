@@ -20,7 +20,7 @@ from amanda.scope import in_force
 from torch.autograd.graph import GradientEdge
 
 from ._compiled_callables import report_leaves
-from ._levels import all_layers, drop_ended_batches
+from ._levels import all_layers, drop_ended_batches, leaves_no_graph
 from ._nodes import (
     NodeHooks,
     PassCounts,
@@ -114,7 +114,7 @@ class Autograd(EagerDriver):
             """
             activation = interceptor.active()
             gradients, keeps_graph, create_graph, inputs, accumulates = _pass_options(*args, **kwargs)
-            if create_graph and is_transform and _leaves_no_graph(outputs, gradients):
+            if create_graph and is_transform and leaves_no_graph(outputs, gradients):
                 create_graph = False
             if activation is not None:
                 report_leaves(activation.state, outputs, accumulates)
@@ -167,16 +167,6 @@ def _is_run_by_transform(caller: FrameType) -> bool:
     """Return True for a backward pass of torch.func's grad, vjp or jacrev.  caller: frame that starts it."""
     caller_of_grad = caller.f_back  # `caller` is `torch.autograd.grad`, which the transforms call
     return caller_of_grad is not None and caller_of_grad.f_globals.get("__name__") == _EAGER_TRANSFORMS
-
-
-def _leaves_no_graph(outputs: Sequence[Any], gradients: Sequence[Any]) -> bool:
-    """Return True if a pass of a transform makes no graph that another pass could follow.
-
-    Transforms always ask for a graph; what they make at their own level ends with them, so only tensors at
-    the levels below that need a gradient, and gradients that do, lead to backward ops of backward ops.
-    """
-    layers_below = [layer for output in outputs for layer in all_layers([output])[1:]]
-    return not any(layer.requires_grad for layer in (*layers_below, *all_layers(gradients)))
 
 
 _EAGER_TRANSFORMS = "torch._functorch.eager_transforms"

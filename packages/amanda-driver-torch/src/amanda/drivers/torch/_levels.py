@@ -45,6 +45,16 @@ def all_layers(values: Iterable[Any]) -> list[torch.Tensor]:
     return [layer for value in values if isinstance(value, torch.Tensor) for layer in layers(value)]
 
 
+def leaves_no_graph(outputs: Sequence[Any], gradients: Sequence[Any]) -> bool:
+    """Return True if a pass of a transform makes no graph that another pass could follow.
+
+    Transforms always ask for a graph; what they make at their own level ends with them, so only tensors at
+    the levels below that need a gradient, and gradients that do, lead to backward ops of backward ops.
+    """
+    layers_below = [layer for output in outputs for layer in all_layers([output])[1:]]
+    return not any(layer.requires_grad for layer in (*layers_below, *all_layers(gradients)))
+
+
 def batch_axes(tensor: torch.Tensor) -> dict[int, int]:
     """Return the axis of each batch in the innermost tensor, by the level of its vmap."""
     level_axes: list[tuple[int, int]] = [
