@@ -199,8 +199,7 @@ def _enable_double_backward(state: State) -> None:
     stack = state.stack
     if stack is None or not any(tools.wants_backward for tools in stack.chain):
         return
-    has_invalidated_plans = stack.enable_double_backward()
-    if has_invalidated_plans:
+    if stack.enable_double_backward():  # True where it has invalidated plans
         state.report(
             "the first differentiation of gradients",
             "it came after passes without one; backward ops of backward ops are seen from the next on",
@@ -236,8 +235,7 @@ class _BackwardPass:
         # Of nodes at which another pass under way has hooks, which act in this pass too.
         self._ids_hooked_elsewhere: set[int] = set()
         self._traces_with_steps: list[Trace] = []
-        # By the trace's id: an op has several backward ops, and no transform begins in between.
-        self._shapes_by_trace_id: dict[int, Any] = {}
+        self._shapes_by_trace_id: dict[int, Any] = {}  # of executions, which have several backward ops
         self._marked_nodes: list[tuple[Any, Mark, int]] = []  # with the sequence number of each
         self.thread = threading.get_ident()
         stack = state.stack
@@ -365,12 +363,10 @@ class _BackwardPass:
     def _shapes_at(self, mark: Mark) -> Any:
         """Return the shapes of the execution that made a node, without batches of vmaps that have ended."""
         # Native code leaves shapes at marks, and runs no routine under a vmap: these have no batches.
-        if mark.shapes:
-            return mark.shapes
-        trace, shapes_by_trace_id = mark.trace, self._shapes_by_trace_id
-        if id(trace) not in shapes_by_trace_id:
-            shapes_by_trace_id[id(trace)] = drop_ended_batches(trace.shapes)
-        return shapes_by_trace_id[id(trace)]
+        shapes = mark.shapes or self._shapes_by_trace_id.get(id(mark.trace))
+        if shapes is None:
+            shapes = self._shapes_by_trace_id[id(mark.trace)] = drop_ended_batches(mark.trace.shapes)
+        return shapes
 
     def remove_hooks(self) -> None:
         """Count, and remove the pass's hooks; those at nodes of another pass under way are left to that pass.
@@ -422,8 +418,7 @@ class _BackwardPass:
 
 def remove_abandoned_hooks() -> None:
     """Remove the hooks of passes on this thread that an interrupt ended before they could remove these."""
-    thread = threading.get_ident()
-    listed_passes = [listed_pass for listed_pass in _BackwardPass.under_way if listed_pass.thread == thread]
+    listed_passes = [entry for entry in _BackwardPass.under_way if entry.thread == threading.get_ident()]
     if not listed_passes:
         return
     # An interrupt may have skipped the `finally` of `run_backward`.  A pass runs if a frame of that function,
@@ -481,8 +476,7 @@ class _StepHooks(QuickHooks):
         start = self._first_number  # no routine before the op has made nodes that belong to it
         mark = Mark(trace, start, start, end, self._mark.order + 1)
         with WithoutTorchFunction():
-            marks_bases = False
-            _marked_graphs.mark(all_layers(grad_inputs), mark, marks_bases)
+            _marked_graphs.mark(all_layers(grad_inputs), mark, False)  # False: without bases
 
 
 def _root(output: Any) -> Any:
