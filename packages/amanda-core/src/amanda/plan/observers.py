@@ -185,6 +185,36 @@ class MemoryObserver(interceptor.MemoryObserver):
         self._routine(*values, recomputed=recomputed, **options)
 
 
+class RepeatObserver(interceptor.RepeatObserver):
+    """Observer that native code calls only where an execution repeats none that the tool has recorded.
+
+    One is inserted before an op and one after it.  For a repeated execution native code gives the tensors
+    the indices of the record, notes writes, and counts.  An execution may begin in native code and end in
+    Python: `ExecutionRecords.end` returns what was there before the op.
+
+    Args:
+        routine: Called with the values, `recomputed` and the options of an execution.
+        records: `interceptor.ExecutionRecords` of the op.
+        after: Whether the observer is inserted after the op.
+    """
+
+    __amanda_marks__ = frozenset({"observer"})
+
+    def __init__(
+        self, routine: Callable[..., None], records: interceptor.ExecutionRecords, after: bool = False
+    ) -> None:
+        super().__init__(records, after)
+        self._routine = routine
+
+    def __call__(self, *values: Any, recomputed: bool = False, **options: Any) -> None:
+        live = self.records.live
+        live.busy += 1  # on other threads native code waits for the tool's lock
+        try:
+            self._routine(*values, recomputed=recomputed, **options)
+        finally:
+            live.busy -= 1
+
+
 # A protocol: drivers store more about a place than this room knows.
 class ActionPlace(Protocol):
     """An observer's action, with facts of its op."""

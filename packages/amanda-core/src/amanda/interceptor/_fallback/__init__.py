@@ -8,4 +8,5 @@ a call costs microseconds where the native interceptor takes nanoseconds.
 from amanda.interceptor._fallback._activations import *  # noqa: F403
 from amanda.interceptor._fallback._places import *  # noqa: F403
 from amanda.interceptor._fallback._programs import *  # noqa: F403
+from amanda.interceptor._fallback._records import *  # noqa: F403
 from amanda.interceptor._fallback._sites import *  # noqa: F403

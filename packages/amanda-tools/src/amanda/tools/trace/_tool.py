@@ -6,6 +6,7 @@ from collections.abc import Hashable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import amanda
+from amanda.action import RepeatObserver
 from amanda.options import PositiveInt, checked
 from amanda.tools.mapping import MappingTool, StandardMapping
 from amanda.tools.select import SelectOptions, select
@@ -83,7 +84,8 @@ class TraceTool(amanda.Tool):
         if program_op.symbolic:
             return
         if context.is_forward():
-            context.insert_before_op(tracker.before_op, program_op=program_op)
+            before = RepeatObserver(tracker.before_op, program_op.records)
+            context.insert_before_op(before, program_op=program_op)
             return
         # Without numbers of nodes the framework's `run` leads from a forward execution to its backward ops.
         if tracker.values.next_node_number() is None:
@@ -101,7 +103,8 @@ class TraceTool(amanda.Tool):
         elif context.is_backward():
             context.insert_after_backward_op(tracker.after_backward_op, program_op=program_op)
         else:
-            context.insert_after_op(tracker.after_op, program_op=program_op)
+            after = RepeatObserver(tracker.after_op, program_op.records, after=True)
+            context.insert_after_op(after, program_op=program_op)
             if tracker.values.next_node_number() is None:
                 context.insert_after_op(self._keep_execution, outputs=[], program_op=program_op)
 
@@ -157,8 +160,9 @@ class TraceTool(amanda.Tool):
         # None if the forward op was first analysed in another scope.
         forward = self._program_op_by_ids.get((context.get_op_id(), None)) if backward else None
         return ProgramOp(
-            op, facts, framework=str(context.namespace), symbolic=values.is_symbolic(context), forward=forward
-        )
+            op, facts, framework=str(context.namespace), symbolic=values.is_symbolic(context), forward=forward,
+            live=self.tracker(context).live,
+        )  # fmt: skip
 
 
 class GraphSoFar:

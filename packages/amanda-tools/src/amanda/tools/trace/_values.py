@@ -89,6 +89,10 @@ class FrameworkValues:
         """Return the object that owns the tensor's memory, and the span in it; None without one."""
         return None
 
+    def memory_address(self, memory: Any) -> int:
+        """Return the address by which native code knows the memory of a tensor."""
+        return id(memory)
+
     def next_node_number(self) -> int | None:
         """Return the number of autodiff's next node; None if nodes have no numbers."""
         return None
@@ -174,6 +178,10 @@ class PytorchValues(FrameworkValues):
             return storage, MemorySpan(start, tuple(tensor.shape), tensor.stride(), tensor.element_size())
         except (NotImplementedError, RuntimeError):
             return None
+
+    def memory_address(self, memory: Any) -> int:
+        address: int = memory._cdata
+        return address
 
     def origin(self, tensor: Any) -> tuple[str, str | None]:
         """Return kind and path of a parameter or buffer in the outermost called module.

@@ -24,5 +24,6 @@ typedef struct Observer {
 extern PyTypeObject Observer_Type;
 int observer_boot(PyObject *names);
 int memory_boot(PyObject *names);
+int records_boot(PyObject *names);
 
 #endif

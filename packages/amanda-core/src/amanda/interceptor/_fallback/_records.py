@@ -1,0 +1,189 @@
+"""Records of executions and of live tensors, for tools that record the dataflow between ops."""
+
+import weakref
+from collections.abc import Callable
+from threading import get_ident
+from typing import Any, NamedTuple
+
+_OPEN_LIMIT = 256
+_NODE_RANGES_LIMIT = 256
+_WRITES_LIMIT = 128
+"""Most writes kept for one memory; a tensor that was not read since misses earlier writes."""
+
+
+class LiveTensors:
+    """Indices of live tensors, and writes into their memory.
+
+    serial: number of the last write.  counted: executions that native code has counted.  busy: while it is
+    not 0, Python records an execution.
+    """
+
+    counted = 0
+
+    def __init__(self) -> None:
+        self.serial = self.busy = 0
+        # By id, as tensors compare element by element; an entry goes when its tensor does.
+        self._live_by_id: dict[int, tuple[int, int, Callable[[], Any]]] = {}
+        self._writes_by_address: dict[int, tuple[Any, list[tuple[int, int, Any]]]] = {}
+
+    def __reduce__(self) -> tuple[type["LiveTensors"], tuple[()]]:
+        return type(self), ()
+
+    def find(self, tensor: Any) -> tuple[int, int, Callable[[], Any]] | None:
+        """Return index, serial number of the write as of which, and a reference; None for an unknown tensor.
+
+        Args:
+            tensor: Tensor of any framework.
+        """
+        return self._live_by_id.get(id(tensor))
+
+    def set(self, tensor: Any, index: int, root: int) -> None:
+        """Set the index of a tensor as of the last write.
+
+        Args:
+            tensor: Tensor, which is kept by weak reference until its end, or strongly if it has none.
+            index: The index.
+            root: Index before the tensor was first written; -1 for a tensor that fits any.
+        """
+        live = self._live_by_id.get(id(tensor))
+        reference = self._reference(tensor, id(tensor)) if live is None else live[2]
+        self._live_by_id[id(tensor)] = index, self.serial, reference
+
+    def _reference(self, tensor: Any, key: int) -> Callable[[], Any]:
+        """Return a weak reference whose end drops the index; a strong one if no weak one is possible."""
+        live_by_id = self._live_by_id
+        try:
+            # The id is free for another tensor as soon as this one is gone.
+            return weakref.ref(tensor, lambda _: live_by_id.pop(key, None))
+        except TypeError:  # no weak references: the tensor lives as long as this object
+            return lambda: tensor
+
+    def note_write(
+        self, storage: Any, address: int, op: int, span: tuple[int, tuple[int, ...], tuple[int, ...], int]
+    ) -> None:
+        """Note that an op has written a part of a storage.
+
+        Args:
+            storage: The storage, which is kept by weak reference.
+            address: Its address.
+            op: Index of the op.
+            span: Start, extents and strides in elements, and bytes of an element.
+        """
+        self.serial += 1
+        writes_by_address = self._writes_by_address
+        if address not in writes_by_address:
+            reference = weakref.ref(storage, lambda _: writes_by_address.pop(address, None))
+            writes_by_address[address] = reference, []
+        writes = writes_by_address[address][1]
+        writes.append((self.serial, op, span))
+        # A loop may write a buffer without end.
+        del writes[:-_WRITES_LIMIT]
+
+    def writes(self, address: int, serial: int) -> list[tuple[int, int, Any]]:
+        """Return serial number, op and span of writes into a storage, the newest first.
+
+        Args:
+            address: Address of the storage.
+            serial: Serial number of the last write that is left out.
+        """
+        _, writes = self._writes_by_address.get(address, (None, []))
+        return [write for write in reversed(writes) if write[0] > serial]
+
+
+class ExecutionRecord(NamedTuple):
+    """A recorded execution.  Of inputs and outputs the indices: None for no tensor, a tuple for a list.
+
+    written: flat position, index and root of inputs after the op.  calls: executions that native code has
+    counted.
+    """
+
+    index: int
+    inputs: tuple[Any, ...]
+    input_roots: tuple[Any, ...]
+    outputs: tuple[Any, ...]
+    output_roots: tuple[Any, ...]
+    written: tuple[tuple[int, int, int], ...]
+    calls: int = 0
+
+
+class ExecutionRecords:
+    """The recorded executions of an op, and those under way.
+
+    accepts_any: whether an execution that fits no record counts as one more of the last.
+
+    Args:
+        live: The live tensors.
+        ops: List of the indices of the recorded executions.
+        written: Flat positions of the inputs that the op writes without a new version.
+    """
+
+    def __init__(self, live: LiveTensors, ops: list[int], written: tuple[int, ...]) -> None:
+        self.live = live
+        self.accepts_any = False
+        self._arguments = live, ops, written
+        self._open: list[tuple[int, Any]] = []
+        self._node_ranges: list[tuple[int, int, int]] = []
+
+    def __reduce__(self) -> tuple[type["ExecutionRecords"], tuple[Any, ...]]:
+        return type(self), self._arguments
+
+    def add(self, record: ExecutionRecord) -> None:
+        """Add a record, for native code.
+
+        Args:
+            record: A record whose index is in `ops`.
+        """
+
+    def begin(self, execution: Any) -> None:
+        """Begin an execution in this thread.
+
+        Args:
+            execution: Any object.
+        """
+        # By thread: one op may run on several threads at once.
+        self._open.append((get_ident(), execution))
+        # An op that raises never ends.
+        del self._open[:-_OPEN_LIMIT]
+
+    def end(self) -> Any:
+        """Remove the innermost execution of this thread; return it, or None without one."""
+        thread = get_ident()
+        for i in reversed(range(len(self._open))):
+            if self._open[i][0] == thread:
+                return self._open.pop(i)[1]
+        return None
+
+    def add_nodes(self, first: int, end: int, index: int) -> None:
+        """Note the numbers of the backward ops that an execution has made.
+
+        Args:
+            first: Number of the first.
+            end: Number after the last.
+            index: Index of the execution.
+        """
+        self._node_ranges.append((first, end, index))
+        del self._node_ranges[:-_NODE_RANGES_LIMIT]
+
+    def op_of_node(self, number: int) -> int | None:
+        """Return the index of the execution that made a backward op; None if none of the last 256 did.
+
+        Args:
+            number: Number of the backward op.
+        """
+        # The latest first: autograd's numbers grow, and an op that ran again has newer nodes.
+        for first, end, index in reversed(self._node_ranges):
+            if first <= number < end:
+                return index
+        return None
+
+
+class RepeatObserver:
+    """Base of observers that native code calls where an execution repeats no record, and Python always.
+
+    Args:
+        records: The records of the op.
+        after: Whether this is the routine after the op.
+    """
+
+    def __init__(self, records: ExecutionRecords, after: bool = False) -> None:
+        self.records = records
