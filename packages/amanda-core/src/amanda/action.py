@@ -18,6 +18,7 @@ from amanda.plan.action import (
     with_marks,
 )
 from amanda.plan.observers import (
+    BackwardRepeatObserver,
     Executions,
     FiniteObserver,
     GatedObserver,
@@ -33,6 +34,7 @@ from amanda.plan.observers import (
 __all__ = [
     "Action",
     "ActionType",
+    "BackwardRepeatObserver",
     "Executions",
     "FiniteObserver",
     "GatedObserver",

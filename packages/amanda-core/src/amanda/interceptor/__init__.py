@@ -63,6 +63,7 @@ __all__ = [
     "Reader",
     "RepeatObserver",
     "Resumption",
+    "SentGradients",
     "ShapeCounter",
     "Site",
     "Snapshot",

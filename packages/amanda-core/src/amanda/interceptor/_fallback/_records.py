@@ -1,7 +1,7 @@
 """Records of executions and of live tensors, for tools that record the dataflow between ops."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from threading import get_ident
 from typing import Any, NamedTuple
 
@@ -93,8 +93,9 @@ class LiveTensors:
 class ExecutionRecord(NamedTuple):
     """A recorded execution.  Of inputs and outputs the indices: None for no tensor, a tuple for a list.
 
-    written: flat position, index and root of inputs after the op.  calls: executions that native code has
-    counted.
+    written: flat position, index and root of inputs after the op, or of the gradient of a leaf.
+    forward: of a backward op, index of the execution whose backward op it is; -1 for none.
+    calls: executions that native code has counted.
     """
 
     index: int
@@ -103,6 +104,7 @@ class ExecutionRecord(NamedTuple):
     outputs: tuple[Any, ...]
     output_roots: tuple[Any, ...]
     written: tuple[tuple[int, int, int], ...]
+    forward: int = -1
     calls: int = 0
 
 
@@ -115,12 +117,16 @@ class ExecutionRecords:
         live: The live tensors.
         ops: List of the indices of the recorded executions.
         written: Flat positions of the inputs that the op writes without a new version.
+        forward: The records of the forward op of a backward op.
     """
 
-    def __init__(self, live: LiveTensors, ops: list[int], written: tuple[int, ...]) -> None:
+    def __init__(
+        self, live: LiveTensors, ops: list[int], written: tuple[int, ...],
+        forward: "ExecutionRecords | None" = None,
+    ) -> None:  # fmt: skip
         self.live = live
         self.accepts_any = False
-        self._arguments = live, ops, written
+        self._arguments = live, ops, written, forward
         self._open: list[tuple[int, Any]] = []
         self._node_ranges: list[tuple[int, int, int]] = []
 
@@ -177,13 +183,81 @@ class ExecutionRecords:
         return None
 
 
+_PASSES_LIMIT = 16
+
+
+class SentGradients:
+    """Indices of the gradients between the backward ops of a pass.
+
+    Args:
+        current_op: Function that returns the backward op that runs, or None.
+        current_pass: Function that returns the number of its pass.
+        leaf: Type of the ops that accumulate the gradient of a leaf.
+    """
+
+    def __init__(
+        self, current_op: Callable[[], Any], current_pass: Callable[[], int], leaf: type[Any]
+    ) -> None:
+        self._current_op, self._current_pass, self._leaf = current_op, current_pass, leaf
+        # By pass, op and position: nested and parallel passes run through ops of the same numbers.
+        self._sent_by_pass: dict[int, dict[Hashable, list[int]]] = {}
+
+    def __reduce__(self) -> tuple[type["SentGradients"], tuple[Any, ...]]:
+        return type(self), (self._current_op, self._current_pass, self._leaf)
+
+    def receive(self, count: int, take: bool) -> tuple[int | None, Sequence[Sequence[int]]]:
+        """Return the number of the present backward op, and for each of its gradients the indices sent.
+
+        The number is None for the op of a leaf.
+
+        Args:
+            count: Number of the gradients.
+            take: Whether to drop the indices.
+        """
+        op = self._current_op()
+        number = None if op is None or isinstance(op, self._leaf) else int(op._sequence_nr())
+        sent_by_op = None if op is None else self._sent_by_pass.get(self._current_pass())
+        if sent_by_op is None:
+            return number, [()] * count
+        find_summands = sent_by_op.pop if take else sent_by_op.get
+        key = self._key(op)
+        return number, [find_summands((key, position), ()) for position in range(count)]
+
+    def send(self, indices: Sequence[Any]) -> Any:
+        """Send the indices of the gradients that leave the present backward op to the next ones.
+
+        Return the gradient of a leaf, else None.
+
+        Args:
+            indices: An int for each recorded gradient, any other object for none.
+        """
+        op = self._current_op()
+        if op is None:
+            return None
+        sent_by_op = self._sent_by_pass.setdefault(self._current_pass(), {})
+        for (next_op, position), index in zip(op.next_functions, indices, strict=False):
+            if next_op is not None and isinstance(index, int):
+                sent_by_op.setdefault((self._key(next_op), position), []).append(index)
+        # A pass that fails never takes what was sent to its ops.
+        while len(self._sent_by_pass) > _PASSES_LIMIT:
+            del self._sent_by_pass[next(iter(self._sent_by_pass))]
+        return op.variable.grad if isinstance(op, self._leaf) else None
+
+    def _key(self, op: Any) -> Hashable:
+        """Return a key of a backward op in its pass: those of leaves have no number."""
+        return id(op.variable) if isinstance(op, self._leaf) else (type(op), op._sequence_nr())
+
+
 class RepeatObserver:
     """Base of observers that native code calls where an execution repeats no record, and Python always.
 
     Args:
         records: The records of the op.
         after: Whether this is the routine after the op.
+        gradients: The sent gradients, of the observers of a backward op.
     """
 
-    def __init__(self, records: ExecutionRecords, after: bool = False) -> None:
+    def __init__(
+        self, records: ExecutionRecords, after: bool = False, gradients: SentGradients | None = None
+    ) -> None:
         self.records = records

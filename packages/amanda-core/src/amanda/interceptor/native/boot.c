@@ -37,7 +37,7 @@ int amanda_boot(void *names) {
                      ordinal_boot(names) || lock_boot(names) || extent_boot(names) || probe_boot(names) || /* interception */
                      execution_boot(names) || statistics_boot(names) || observer_boot(names) ||
                      memory_boot(names) ||                                             /* execution */
-                     records_boot(names) ||
+                     records_boot(names) || sent_boot(names) ||
                      add_type(names, "Reader", &Reader_Type) || graph_boot(names) ||   /* pytorch */
                      moments_boot(names) || finite_boot(names);                        /* statistics */
         if (failed) PyErr_Print();

@@ -280,7 +280,8 @@ class ProgramOp:
 
     def __post_init__(self, live: interceptor.LiveTensors) -> None:
         """Create the records."""
-        self.records = interceptor.ExecutionRecords(live, self.ops, tuple(self.facts.written))
+        forward = None if self.forward is None else self.forward.records
+        self.records = interceptor.ExecutionRecords(live, self.ops, tuple(self.facts.written), forward)
 
     def op_of_node(self, node_number: int | None) -> int | None:
         """Return the recorded op that made a node; if none did, the first one; None without recorded ops."""
@@ -373,12 +374,16 @@ class GraphRecorder:
             for position in positions
         )  # fmt: skip
 
-    def add_record(self, program_op: ProgramOp, recorded: RecordedOp) -> None:
-        """Add a recorded op to those of which native code counts further executions."""
-        written = ((i, index, self.tensors[index].root) for i, index in recorded.written_inputs.items())
+    def add_record(self, program_op: ProgramOp, recorded: RecordedOp, writes: Mapping[int, int]) -> None:
+        """Add a recorded op to those of which native code counts further executions.
+
+        writes: index of each written input after the op, by flat position, or of the gradient of a leaf.
+        """
+        written = [(i, index, self.tensors[index].root) for i, index in writes.items()]
         recorded.record = interceptor.ExecutionRecord(
             recorded.op.index, recorded.op.inputs, recorded.input_roots, recorded.outputs,
             self._roots(recorded.outputs), tuple(written),
+            -1 if recorded.op.forward is None else recorded.op.forward,
         )  # fmt: skip
         program_op.records.add(recorded.record)
 

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import amanda
-from amanda.action import RepeatObserver
+from amanda.action import BackwardRepeatObserver, RepeatObserver
 from amanda.options import PositiveInt, checked
 from amanda.tools.mapping import MappingTool, StandardMapping
 from amanda.tools.select import SelectOptions, select
@@ -88,9 +88,14 @@ class TraceTool(amanda.Tool):
             context.insert_before_op(before, program_op=program_op)
             return
         # Without numbers of nodes the framework's `run` leads from a forward execution to its backward ops.
-        if tracker.values.next_node_number() is None:
+        if tracker.values.gradients is None:
             context.insert_before_backward_op(self._resume_execution, grad_outputs=[], program_op=program_op)
-        context.insert_before_backward_op(tracker.before_backward_op, program_op=program_op)
+            context.insert_before_backward_op(tracker.before_backward_op, program_op=program_op)
+            return
+        before = BackwardRepeatObserver(
+            tracker.before_backward_op, program_op.records, tracker.values.gradients
+        )
+        context.insert_before_backward_op(before, program_op=program_op)
 
     def _instrument_after(self, context: amanda.OpContext) -> None:
         """Insert the routines that record the outputs of an op; record symbols at once."""
@@ -101,7 +106,12 @@ class TraceTool(amanda.Tool):
                 insert = context.insert_after_op if context.is_forward() else context.insert_after_backward_op
                 insert(self._count_execution, [], program_op=program_op)
         elif context.is_backward():
-            context.insert_after_backward_op(tracker.after_backward_op, program_op=program_op)
+            routine: Any = tracker.after_backward_op
+            if tracker.values.gradients is not None:
+                routine = BackwardRepeatObserver(
+                    routine, program_op.records, tracker.values.gradients, after=True
+                )
+            context.insert_after_backward_op(routine, program_op=program_op)
         else:
             after = RepeatObserver(tracker.after_op, program_op.records, after=True)
             context.insert_after_op(after, program_op=program_op)

@@ -294,7 +294,7 @@ class ExecutionTracker:
             if position in recorded.written_inputs:
                 self._tensors.set_index(tensor, recorded.written_inputs[position])
         if execution.repeated_op is None:
-            self._recorder.add_record(program_op, recorded)
+            self._recorder.add_record(program_op, recorded, recorded.written_inputs)
 
     def _end(self, program_op: ProgramOp) -> OpenExecution | None:
         """End the innermost execution of this thread, which native code may have begun; None without one."""
@@ -311,7 +311,7 @@ class ExecutionTracker:
         if self._recorder.drop_if_full(program_op):
             return
         # Autodiff may add up gradients before a node sees them: every summand that was sent is read.
-        node_number, summands_by_gradient = self.values.incoming_gradients(len(gradients))
+        node_number, summands_by_gradient = self._incoming_gradients(len(gradients))
         forward_op, program_op.resumed_forward_op = program_op.resumed_forward_op, None
         # Of several executions of the forward op, the one whose nodes have this number.
         if forward_op is None and program_op.forward is not None:
@@ -320,6 +320,7 @@ class ExecutionTracker:
         # After the limit further executions are counted at the last op.
         if repeated_op is None and self._recorder.is_full:
             repeated_op = program_op.ops[-1]
+            program_op.records.accepts_any = True
         input_positions: list[Position] = []
         if repeated_op is None:
             for gradient, summands in zip(gradients, summands_by_gradient, strict=True):
@@ -337,17 +338,27 @@ class ExecutionTracker:
         if execution is None:
             return
         index, recorded = self._count_or_add_op(program_op, execution)
-        program_op.op_by_forward_op[execution.forward_op] = index
         self._record_outputs(program_op, execution, recorded, gradients)
         # The next nodes receive these, in the order of the node's edges.
-        sent_indices = [position if isinstance(position, int) else None for position in recorded.outputs]
-        leaf_gradient = self.values.send_gradients(sent_indices)
+        node_gradients = self.values.gradients
+        leaf_gradient = None if node_gradients is None else node_gradients.send(recorded.outputs)
         # A leaf's gradient is written by each pass: a new version of the same tensor.
         if leaf_gradient is not None and execution.repeated_op is None:
             earlier_index = self._tensors.current_index(leaf_gradient)
             recorded.other_versions.append(self._tensors.add_version(index, earlier_index, leaf_gradient))
         if leaf_gradient is not None and recorded.other_versions:
             self._tensors.set_index(leaf_gradient, recorded.other_versions[0])
+        if execution.repeated_op is None:
+            program_op.op_by_forward_op[execution.forward_op] = index
+            self._recorder.add_record(program_op, recorded, dict(enumerate(recorded.other_versions[:1])))
+
+    def _incoming_gradients(self, count: int, take: bool = True) -> tuple[int | None, Sequence[Sequence[int]]]:
+        """Return the number of the present node, and for each of its gradients the recorded summands.
+
+        The number is None for a node that accumulates a leaf's gradient.  take: drop the summands.
+        """
+        gradients = self.values.gradients
+        return (None, [()] * count) if gradients is None else gradients.receive(count, take)
 
     def add_symbols(self, context: amanda.OpContext, program_op: ProgramOp) -> None:
         """Record an op of a graph, once: its inputs and outputs are symbols, which no execution changes."""
@@ -370,7 +381,7 @@ class ExecutionTracker:
         values = context.get_inputs() if context.is_forward() else context.get_grad_outputs() or []
         if context.is_backward():
             # `take=False`: the op itself takes the summands when it runs.
-            _, summands_by_gradient = self.values.incoming_gradients(len(values), take=False)
+            _, summands_by_gradient = self._incoming_gradients(len(values), take=False)
             if any(summands_by_gradient):
                 return [index for summands in summands_by_gradient for index in summands]
         indices = map(self._tensors.current_index, filter(self.values.is_tensor, leaves(values)))

@@ -114,16 +114,14 @@ int live_set(LiveTensors *self, PyObject *tensor, int64_t index, int64_t root) {
 
 /* ---- writes ---- */
 
-/* Bytes of an element, asked of the first tensor of each type; 0: unknown. */
-static int64_t width_of(LiveTensors *self, Thread *thread, PyObject *tensor, uint32_t kind) {
+/* Bytes of an element, asked of the first tensor of each kind; 0: unknown. */
+static int64_t width_of_kind(LiveTensors *self, Thread *thread, PyObject *tensor, uint32_t kind) {
     int64_t width = (int64_t)(intptr_t)map_get(&self->width_by_kind, (uint64_t)kind + 1);
     if (width) return width;
     thread->suspensions++;
-    PyObject *answer = PyObject_CallMethod(tensor, "element_size", NULL);
+    width = width_of(tensor);
     thread->suspensions--;
-    width = answer ? PyLong_AsLongLong(answer) : 0;
-    Py_XDECREF(answer);
-    if (PyErr_Occurred()) PyErr_Clear();
+    if (width < 0) PyErr_Clear();
     if (width <= 0 || map_set(&self->width_by_kind, (uint64_t)kind + 1, (void *)(intptr_t)width)) return 0;
     return width;
 }
@@ -163,7 +161,7 @@ Change changed_since(LiveTensors *self, Thread *thread, const Reader *reader, Py
     Layout layout;
     if (!reader_layout(reader, tensor, &layout)) return ONLY_PYTHON_KNOWS;
     if (!map_get(&self->writes_by_storage, (uint64_t)(uintptr_t)layout.storage)) return UNCHANGED_SINCE;
-    int64_t width = width_of(self, thread, tensor, layout.kind);
+    int64_t width = width_of_kind(self, thread, tensor, layout.kind);
     if (!width) return ONLY_PYTHON_KNOWS;
     const Writes *writes = map_get(&self->writes_by_storage, (uint64_t)(uintptr_t)layout.storage);
     for (int i = writes ? writes->count - 1 : -1; i >= 0; i--) {
@@ -175,10 +173,34 @@ Change changed_since(LiveTensors *self, Thread *thread, const Reader *reader, Py
     return UNCHANGED_SINCE;
 }
 
+/* The writes of a storage, which is kept by weak reference; NULL with an exception. */
+static Writes *writes_of(LiveTensors *self, PyObject *storage, uint64_t address) {
+    Writes *writes = map_get(&self->writes_by_storage, address);
+    if (writes) return writes;
+    PyObject *reference = PyWeakref_NewRef(storage, (PyObject *)self->ending);
+    writes = reference ? PyMem_Calloc(1, sizeof *writes) : NULL;
+    if (!writes || map_set(&self->address_by_reference, (uint64_t)(uintptr_t)reference, (void *)(uintptr_t)address) ||
+        map_set(&self->writes_by_storage, address, writes)) {
+        PyMem_Free(writes);
+        Py_XDECREF(reference);
+        return PyErr_Occurred() ? NULL : (Writes *)PyErr_NoMemory();
+    }
+    writes->reference = reference;
+    return writes;
+}
+
 int can_note_write(LiveTensors *self, Thread *thread, const Reader *reader, PyObject *tensor) {
     Layout layout;
-    return reader_layout(reader, tensor, &layout) && width_of(self, thread, tensor, layout.kind) &&
-           map_get(&self->writes_by_storage, (uint64_t)(uintptr_t)layout.storage);
+    if (!reader_layout(reader, tensor, &layout) || !width_of_kind(self, thread, tensor, layout.kind)) return 0;
+    uint64_t address = (uint64_t)(uintptr_t)layout.storage;
+    if (map_get(&self->writes_by_storage, address)) return 1;
+    thread->suspensions++;
+    PyObject *storage = storage_of(tensor);
+    thread->suspensions--;
+    const Writes *writes = storage ? writes_of(self, storage, address) : NULL;
+    Py_XDECREF(storage);
+    if (!writes) PyErr_Clear();
+    return writes != NULL;
 }
 
 static Span *make_span(const Layout *layout, int64_t width) {
@@ -222,7 +244,7 @@ int note_write(LiveTensors *self, Thread *thread, const Reader *reader, PyObject
     Layout layout;
     if (!reader_layout(reader, tensor, &layout)) return 0;
     Writes *writes = map_get(&self->writes_by_storage, (uint64_t)(uintptr_t)layout.storage);
-    return writes ? add_write_of(self, writes, op, &layout, width_of(self, thread, tensor, layout.kind)) : 0;
+    return writes ? add_write_of(self, writes, op, &layout, width_of_kind(self, thread, tensor, layout.kind)) : 0;
 }
 
 /* ---- for Python ---- */
@@ -273,22 +295,6 @@ static PyObject *live_set_method(LiveTensors *self, PyObject *args) {
 static int read_integers(PyObject *tuple, int64_t *integers, Py_ssize_t count) {
     for (Py_ssize_t i = 0; i < count; i++) integers[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(tuple, i));
     return PyErr_Occurred() ? -1 : 0;
-}
-
-/* The writes of a storage, which is kept by weak reference; NULL with an exception. */
-static Writes *writes_of(LiveTensors *self, PyObject *storage, uint64_t address) {
-    Writes *writes = map_get(&self->writes_by_storage, address);
-    if (writes) return writes;
-    PyObject *reference = PyWeakref_NewRef(storage, (PyObject *)self->ending);
-    writes = reference ? PyMem_Calloc(1, sizeof *writes) : NULL;
-    if (!writes || map_set(&self->address_by_reference, (uint64_t)(uintptr_t)reference, (void *)(uintptr_t)address) ||
-        map_set(&self->writes_by_storage, address, writes)) {
-        PyMem_Free(writes);
-        Py_XDECREF(reference);
-        return PyErr_Occurred() ? NULL : (Writes *)PyErr_NoMemory();
-    }
-    writes->reference = reference;
-    return writes;
 }
 
 static PyObject *live_note_write(LiveTensors *self, PyObject *args) {

@@ -42,7 +42,7 @@ PyObject *referent(PyObject *reference); /* new; NULL: the tensor is gone */
 int live_set(LiveTensors *self, PyObject *tensor, int64_t index, int64_t root); /* -1: an exception; may run Python */
 /* Whether a tensor was written after the write with a serial number. */
 Change changed_since(LiveTensors *self, Thread *thread, const Reader *reader, PyObject *tensor, int64_t serial);
-/* Whether `note_write` needs no Python for a tensor: its storage has been written before. */
+/* Make ready for `note_write`; 0: only Python can note a write of this tensor. May run Python. */
 int can_note_write(LiveTensors *self, Thread *thread, const Reader *reader, PyObject *tensor);
 int note_write(LiveTensors *self, Thread *thread, const Reader *reader, PyObject *tensor, int64_t op); /* -1: no memory */
 int live_boot(PyObject *names);

@@ -1,4 +1,5 @@
 /* Observers of dataflow that need no call where an execution repeats one that a tool has recorded. */
+#include "execution/gradients.h"
 #include "execution/live_tensors.h"
 #include "execution/observer.h"
 #include <string.h>
@@ -12,7 +13,7 @@
 /* One recorded execution.  Roots and positions are trees of tuples, as deep as the values: an index, or None for no tensor. */
 typedef struct {
     PyObject_HEAD
-    long long index, calls;
+    long long index, calls, forward; /* forward: index of the execution whose backward op it is; -1: none is known */
     PyObject *inputs, *input_roots, *outputs, *output_roots; /* owned tuples */
     PyObject *written; /* owned tuple of (flat position, index, root) of inputs after the op */
 } Record;
@@ -45,11 +46,12 @@ typedef struct {
     long long index;
 } NodeRange;
 
-typedef struct {
+typedef struct Records {
     PyObject_HEAD
     LiveTensors *live; /* owned */
     PyObject *ops;     /* owned list; indices of the recorded executions, of which native code may not have all yet */
     PyObject *written; /* owned tuple; flat positions of inputs that the op writes without a new version */
+    struct Records *forward; /* owned; of the forward op of a backward op; NULL: none */
     Record **records;  /* owned */
     int count, room;
     char accepts_any; /* whether an execution that fits no record is one more of the last */
@@ -61,7 +63,8 @@ typedef struct {
 
 typedef struct {
     Observer base;
-    Records *records; /* owned */
+    Records *records;         /* owned */
+    SentGradients *gradients; /* owned; of a backward op; NULL: of a forward op */
 } RepeatObserver;
 
 static PyTypeObject Record_Type, Records_Type, RepeatObserver_Type;
@@ -237,6 +240,15 @@ static int add_range(Records *self, uint64_t first, uint64_t end, long long inde
     return 0;
 }
 
+/* The execution that made a backward op; NULL: none of the last did. */
+static const NodeRange *range_of_node(const Records *self, uint64_t number) {
+    for (int i = self->range_count - 1; i >= 0; i--) { /* the latest first: an op that ran again has newer nodes */
+        const NodeRange *range = &self->ranges[(self->first_range + i) % RANGE_LIMIT];
+        if (range->first <= number && number < range->end) return range;
+    }
+    return NULL;
+}
+
 /* ---- before the op ---- */
 
 static Observation observe_before(Observer *observer, Thread *thread, const Reader *reader, PyObject *const *values,
@@ -366,14 +378,86 @@ static Observation observe_after(Observer *observer, Thread *thread, const Reade
     return failed ? OBSERVER_FAILED : OBSERVED;
 }
 
+/* ---- around a backward op ---- */
+
+/* The execution that made a backward op; if none did, the first one.  -1: none is known. */
+static long long forward_of(const Records *self, const BackwardOp *op) {
+    const Records *forward = self->forward;
+    if (!forward) return -1;
+    const NodeRange *range = op->has_number ? range_of_node(forward, op->number) : NULL;
+    if (range) return range->index;
+    return PyList_GET_SIZE(forward->ops) ? integer_of(PyList_GET_ITEM(forward->ops, 0)) : -1;
+}
+
+static Record *backward_record(const Records *self, long long forward) {
+    for (int i = self->count - 1; i >= 0; i--)
+        if (self->records[i]->forward == forward) return self->records[i];
+    return self->accepts_any && self->count ? self->records[self->count - 1] : NULL;
+}
+
+static Observation observe_before_backward(Observer *observer, Thread *thread, const Reader *reader,
+                                           PyObject *const *Py_UNUSED(values), Py_ssize_t count,
+                                           const OpInputs *Py_UNUSED(op_inputs)) {
+    Records *self = ((RepeatObserver *)observer)->records;
+    SentGradients *gradients = ((RepeatObserver *)observer)->gradients;
+    if (self->live->busy || !self->count || PyList_GET_SIZE(self->ops) != self->count) return CALL_PYTHON;
+    BackwardOp op;
+    if (find_backward_op(gradients, thread, &op)) return OBSERVER_FAILED;
+    Record *record = PyList_GET_SIZE(self->ops) == self->count ? backward_record(self, forward_of(self, &op)) : NULL;
+    if (record) drop_gradients(gradients, &op, count);
+    Py_XDECREF(op.op);
+    if (!record) return CALL_PYTHON;
+    Open open = {.thread = thread, .record = (Record *)Py_NewRef(record), .number = reader_clock(reader)};
+    if (!push_open(self, open)) return OBSERVED;
+    PyErr_NoMemory();
+    return OBSERVER_FAILED;
+}
+
+/* Count an execution, give the gradients that leave the op their indices, and send these on; -1: an exception. */
+static int repeat_backward(Records *self, SentGradients *gradients, Thread *thread, Record *record, const Leaves *leaves) {
+    BackwardOp op;
+    record->calls++;
+    self->live->counted++;
+    for (int i = 0; i < leaves->count; i++) {
+        const Leaf *leaf = &leaves->items[i];
+        if (leaf->has_position && live_set(self->live, leaf->value, leaf->index, leaf->root)) return -1;
+    }
+    if (find_backward_op(gradients, thread, &op)) return -1;
+    PyObject *gradient = send_gradients(gradients, thread, &op, record->outputs);
+    Py_XDECREF(op.op);
+    int failed = !gradient;
+    if (gradient && gradient != Py_None && PyTuple_GET_SIZE(record->written)) { /* each pass writes the gradient of a leaf */
+        PyObject *item = PyTuple_GET_ITEM(record->written, 0);
+        failed = live_set(self->live, gradient, integer_of(PyTuple_GET_ITEM(item, 1)), integer_of(PyTuple_GET_ITEM(item, 2)));
+    }
+    Py_XDECREF(gradient);
+    return failed ? -1 : 0;
+}
+
+static Observation observe_after_backward(Observer *observer, Thread *thread, const Reader *reader, PyObject *const *values,
+                                          Py_ssize_t count, const OpInputs *Py_UNUSED(op_inputs)) {
+    Records *self = ((RepeatObserver *)observer)->records;
+    int position = innermost(self, thread);
+    if (position < 0 || self->open[position].execution || self->live->busy || !are_readable(reader, values, count))
+        return CALL_PYTHON;
+    Open open = pop_open(self, position);
+    Leaves leaves = take_spare(self);
+    int failed = gather_all(&leaves, reader, values, count, open.record->outputs, open.record->output_roots);
+    if (failed) PyErr_NoMemory();
+    else failed = repeat_backward(self, ((RepeatObserver *)observer)->gradients, thread, open.record, &leaves);
+    release_leaves(self, &leaves);
+    release_open(self, &open);
+    return failed ? OBSERVER_FAILED : OBSERVED;
+}
+
 /* ---- for Python: records ---- */
 
 static PyObject *record_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"index", "inputs", "input_roots", "outputs", "output_roots", "written", NULL};
-    Record fields = {0};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "LO!O!O!O!O!", names, &fields.index, &PyTuple_Type, &fields.inputs,
+    static char *names[] = {"index", "inputs", "input_roots", "outputs", "output_roots", "written", "forward", NULL};
+    Record fields = {.forward = -1};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "LO!O!O!O!O!|L", names, &fields.index, &PyTuple_Type, &fields.inputs,
                                      &PyTuple_Type, &fields.input_roots, &PyTuple_Type, &fields.outputs, &PyTuple_Type,
-                                     &fields.output_roots, &PyTuple_Type, &fields.written))
+                                     &fields.output_roots, &PyTuple_Type, &fields.written, &fields.forward))
         return NULL;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(fields.written); i++) {
         PyObject *item = PyTuple_GET_ITEM(fields.written, i);
@@ -383,6 +467,7 @@ static PyObject *record_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     Record *self = (Record *)type->tp_alloc(type, 0);
     if (!self) return NULL;
     self->index = fields.index;
+    self->forward = fields.forward;
     self->inputs = Py_NewRef(fields.inputs);
     self->input_roots = Py_NewRef(fields.input_roots);
     self->outputs = Py_NewRef(fields.outputs);
@@ -401,8 +486,8 @@ static void record_dealloc(Record *self) {
 }
 
 static PyObject *record_reduce(Record *self, PyObject *Py_UNUSED(none)) {
-    return Py_BuildValue("O(LOOOOO)", Py_TYPE(self), self->index, self->inputs, self->input_roots, self->outputs,
-                         self->output_roots, self->written);
+    return Py_BuildValue("O(LOOOOOL)", Py_TYPE(self), self->index, self->inputs, self->input_roots, self->outputs,
+                         self->output_roots, self->written, self->forward);
 }
 
 static PyMethodDef record_methods[] = {
@@ -417,9 +502,10 @@ static PyTypeObject Record_Type = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "amanda.interceptor.ExecutionRecord",
     .tp_basicsize = sizeof(Record),
     .tp_flags = Py_TPFLAGS_DEFAULT,
-    .tp_doc = "ExecutionRecord(index, inputs, input_roots, outputs, output_roots, written): a recorded execution.\n\n"
+    .tp_doc = "ExecutionRecord(index, inputs, input_roots, outputs, output_roots, written, forward=-1): a recorded execution.\n\n"
               "For each input and output the index of the tensor, None for another value, a tuple for a list; the roots, by\n"
-              "which executions are told apart, likewise.  written: flat position, index and root of inputs after the op.",
+              "which executions are told apart, likewise.  written: flat position, index and root of inputs after the op, or\n"
+              "of the gradient of a leaf.  forward: of a backward op, index of the execution whose backward op it is.",
     .tp_new = record_new,
     .tp_dealloc = (destructor)record_dealloc,
     .tp_methods = record_methods,
@@ -429,21 +515,26 @@ static PyTypeObject Record_Type = {
 /* ---- for Python: the records of an op ---- */
 
 static PyObject *records_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"live", "ops", "written", NULL};
-    PyObject *live, *ops, *written;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!O!", names, &LiveTensors_Type, &live, &PyList_Type, &ops, &PyTuple_Type, &written))
+    static char *names[] = {"live", "ops", "written", "forward", NULL};
+    PyObject *live, *ops, *written, *forward = Py_None;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!O!|O", names, &LiveTensors_Type, &live, &PyList_Type, &ops, &PyTuple_Type,
+                                     &written, &forward))
         return NULL;
+    if (forward != Py_None && !Py_IS_TYPE(forward, &Records_Type))
+        return PyErr_Format(PyExc_TypeError, "forward: ExecutionRecords or None, not %R", forward);
     Records *self = (Records *)type->tp_alloc(type, 0);
     if (!self) return NULL;
     self->live = (LiveTensors *)Py_NewRef(live);
     self->ops = Py_NewRef(ops);
     self->written = Py_NewRef(written);
+    self->forward = forward == Py_None ? NULL : (Records *)Py_NewRef(forward);
     return (PyObject *)self;
 }
 
 static int records_traverse(Records *self, visitproc visit, void *arg) {
     Py_VISIT(self->live);
     Py_VISIT(self->ops);
+    Py_VISIT(self->forward);
     for (int i = 0; i < self->open_count; i++) Py_VISIT(self->open[i].execution);
     return 0;
 }
@@ -462,6 +553,7 @@ static void records_dealloc(Records *self) {
     Py_CLEAR(self->live);
     Py_CLEAR(self->ops);
     Py_CLEAR(self->written);
+    Py_CLEAR(self->forward);
     Py_TYPE(self)->tp_free(self);
 }
 
@@ -518,15 +610,14 @@ static PyObject *records_add_nodes(Records *self, PyObject *args) {
 static PyObject *records_op_of_node(Records *self, PyObject *number) {
     uint64_t node = PyLong_AsUnsignedLongLong(number);
     if (PyErr_Occurred()) return NULL;
-    for (int i = self->range_count - 1; i >= 0; i--) { /* the latest first: an op that ran again has newer nodes */
-        const NodeRange *range = &self->ranges[(self->first_range + i) % RANGE_LIMIT];
-        if (range->first <= node && node < range->end) return PyLong_FromLongLong(range->index);
-    }
-    Py_RETURN_NONE;
+    const NodeRange *range = range_of_node(self, node);
+    if (!range) Py_RETURN_NONE;
+    return PyLong_FromLongLong(range->index);
 }
 
 static PyObject *records_reduce(Records *self, PyObject *Py_UNUSED(none)) {
-    return Py_BuildValue("O(OOO)", Py_TYPE(self), self->live, self->ops, self->written);
+    return Py_BuildValue("O(OOOO)", Py_TYPE(self), self->live, self->ops, self->written,
+                         self->forward ? (PyObject *)self->forward : Py_None);
 }
 
 static PyMethodDef records_methods[] = {
@@ -553,9 +644,10 @@ static PyTypeObject Records_Type = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "amanda.interceptor.ExecutionRecords",
     .tp_basicsize = sizeof(Records),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
-    .tp_doc = "ExecutionRecords(live, ops, written): the recorded executions of an op, and those under way.\n\n"
+    .tp_doc = "ExecutionRecords(live, ops, written, forward=None): the recorded executions of an op, and those under way.\n\n"
               "ops: list of the indices of the recorded executions; native code serves the op while it has a record of each.\n"
-              "written: flat positions of the inputs that the op writes without a new version.",
+              "written: flat positions of the inputs that the op writes without a new version.  forward: the records of the\n"
+              "forward op of a backward op.",
     .tp_new = records_new,
     .tp_dealloc = (destructor)records_dealloc,
     .tp_traverse = (traverseproc)records_traverse,
@@ -572,23 +664,31 @@ static PyObject *repeat_new(PyTypeObject *type, PyObject *Py_UNUSED(args), PyObj
 }
 
 static int repeat_init(RepeatObserver *self, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"records", "after", NULL};
-    PyObject *records;
+    static char *names[] = {"records", "after", "gradients", NULL};
+    PyObject *records, *gradients = Py_None;
     int after = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!|p", names, &Records_Type, &records, &after)) return -1;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!|pO", names, &Records_Type, &records, &after, &gradients)) return -1;
+    if (gradients != Py_None && !Py_IS_TYPE(gradients, &SentGradients_Type)) {
+        PyErr_Format(PyExc_TypeError, "gradients: SentGradients or None, not %R", gradients);
+        return -1;
+    }
     Py_XSETREF(self->records, (Records *)Py_NewRef(records));
-    self->base.observe = after ? observe_after : observe_before;
+    Py_XSETREF(self->gradients, gradients == Py_None ? NULL : (SentGradients *)Py_NewRef(gradients));
+    if (self->gradients) self->base.observe = after ? observe_after_backward : observe_before_backward;
+    else self->base.observe = after ? observe_after : observe_before;
     return 0;
 }
 
 static int repeat_traverse(RepeatObserver *self, visitproc visit, void *arg) {
     Py_VISIT(self->records);
+    Py_VISIT(self->gradients);
     return 0;
 }
 
 static void repeat_dealloc(RepeatObserver *self) {
     PyObject_GC_UnTrack(self);
     Py_CLEAR(self->records);
+    Py_CLEAR(self->gradients);
     Py_TYPE(self)->tp_free(self);
 }
 
@@ -600,8 +700,9 @@ static PyTypeObject RepeatObserver_Type = {
     .tp_basicsize = sizeof(RepeatObserver),
     .tp_base = &Observer_Type,
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE,
-    .tp_doc = "RepeatObserver(records, after=False): base of observers that native code calls where no record is repeated.\n\n"
-              "A subclass defines __call__(*values, **options).  One is the routine before an op, and one that after it.",
+    .tp_doc = "RepeatObserver(records, after=False, gradients=None): base of observers that native code calls for new executions.\n\n"
+              "A subclass defines __call__(*values, **options).  One is the routine before an op, and one that after it.\n"
+              "gradients: SentGradients, of the observers of a backward op.",
     .tp_new = repeat_new,
     .tp_init = (initproc)repeat_init,
     .tp_dealloc = (destructor)repeat_dealloc,

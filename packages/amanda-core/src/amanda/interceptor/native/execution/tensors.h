@@ -34,6 +34,8 @@ typedef struct {
     uint32_t kind;
 } Layout;
 int reader_layout(const Reader *reader, PyObject *tensor, Layout *layout); /* 0: only Python can tell */
+PyObject *storage_of(PyObject *tensor); /* new; as Python has it */
+int64_t width_of(PyObject *tensor);     /* bytes of an element, as Python has them; -1: an exception */
 /* Add the shapes of inputs, of outputs, ... as words. */
 void reader_shape_code(const Reader *reader, PyObject *const *values, Py_ssize_t count, ShapeCode *words);
 PyObject *reader_shapes(const Reader *reader, PyObject *const *values, Py_ssize_t count,

@@ -4,5 +4,6 @@
 #include "interception/base.h"
 
 int graph_boot(PyObject *names);
+int sent_boot(PyObject *names);
 
 #endif

@@ -355,6 +355,15 @@ int reader_host_memory(const Reader *reader, PyObject *value, Memory *memory) {
     return data != NULL;
 }
 
+PyObject *storage_of(PyObject *tensor) { return PyObject_CallMethod(tensor, "untyped_storage", NULL); }
+
+int64_t width_of(PyObject *tensor) {
+    PyObject *width = PyObject_CallMethod(tensor, "element_size", NULL);
+    int64_t bytes = width ? PyLong_AsLongLong(width) : -1;
+    Py_XDECREF(width);
+    return bytes;
+}
+
 int reader_layout(const Reader *reader, PyObject *value, Layout *layout) {
     const char *tensor = reader->elements.count && reader_is_tensor(reader, value) ? impl_with_layout(reader, value) : NULL;
     int64_t *sizes, *strides;
