@@ -205,7 +205,14 @@ class RepeatObserver(interceptor.RepeatObserver):
         self, routine: Callable[..., None], records: interceptor.ExecutionRecords, after: bool = False
     ) -> None:
         super().__init__(records, after)
-        self._routine = routine
+        self._routine, self._after = routine, after
+
+    @property
+    def recomputed(self) -> RepeatObserver:
+        """Return what native code serves in recomputations, which are counted apart."""
+        observer = type(self)(self._routine, self.records, self._after)
+        observer.recomputes = True
+        return observer
 
     def __call__(self, *values: Any, recomputed: bool = False, **options: Any) -> None:
         with _recording(self.records.live):

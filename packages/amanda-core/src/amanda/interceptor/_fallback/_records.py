@@ -95,7 +95,7 @@ class ExecutionRecord(NamedTuple):
 
     written: flat position, index and root of inputs after the op, or of the gradient of a leaf.
     forward: of a backward op, index of the execution whose backward op it is; -1 for none.
-    calls: executions that native code has counted.
+    calls, recomputations: executions that native code has counted.
     """
 
     index: int
@@ -106,6 +106,7 @@ class ExecutionRecord(NamedTuple):
     written: tuple[tuple[int, int, int], ...]
     forward: int = -1
     calls: int = 0
+    recomputations: int = 0
 
 
 class ExecutionRecords:
@@ -256,6 +257,8 @@ class RepeatObserver:
         after: Whether this is the routine after the op.
         gradients: The sent gradients, of the observers of a backward op.
     """
+
+    recomputes = False
 
     def __init__(
         self, records: ExecutionRecords, after: bool = False, gradients: SentGradients | None = None

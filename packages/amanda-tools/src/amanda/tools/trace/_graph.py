@@ -416,11 +416,11 @@ class GraphRecorder:
         recorded = self.ops[index]
         outputs = set(indices_at(recorded.outputs))
         writes = (*recorded.written_inputs.values(), *recorded.other_versions)
-        counted = recorded.record.calls if recorded.record else 0
+        calls, recomputations, record = recorded.calls, recorded.recomputations, recorded.record
+        if calls is not None and record is not None:
+            calls, recomputations = calls + record.calls, recomputations + record.recomputations
         return replace(
-            recorded.op, outputs=recorded.outputs,
-            calls=recorded.calls if recorded.calls is None else recorded.calls + counted,
-            recomputations=recorded.recomputations,
+            recorded.op, outputs=recorded.outputs, calls=calls, recomputations=recomputations,
             writes=tuple(tensor for tensor in writes if tensor not in outputs),
         )  # fmt: skip
 

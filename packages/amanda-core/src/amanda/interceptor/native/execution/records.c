@@ -13,7 +13,8 @@
 /* One recorded execution.  Roots and positions are trees of tuples, as deep as the values: an index, or None for no tensor. */
 typedef struct {
     PyObject_HEAD
-    long long index, calls, forward; /* forward: index of the execution whose backward op it is; -1: none is known */
+    long long index, calls, recomputations;
+    long long forward; /* index of the execution whose backward op it is; -1: none is known */
     PyObject *inputs, *input_roots, *outputs, *output_roots; /* owned tuples */
     PyObject *written; /* owned tuple of (flat position, index, root) of inputs after the op */
 } Record;
@@ -65,6 +66,7 @@ typedef struct {
     Observer base;
     Records *records;         /* owned */
     SentGradients *gradients; /* owned; of a backward op; NULL: of a forward op */
+    char recomputes;          /* the executions are recomputations, which may have other tensors as inputs */
 } RepeatObserver;
 
 static PyTypeObject Record_Type, Records_Type, RepeatObserver_Type;
@@ -119,14 +121,14 @@ static int fits_root(const Records *self, const Reader *reader, PyObject *value,
 }
 
 /* The record of which an execution with these inputs is one more; NULL: only Python can tell, or it is a new one. */
-static Record *record_of(const Records *self, const Reader *reader, PyObject *const *values, Py_ssize_t count) {
+static Record *record_of(const Records *self, const Reader *reader, PyObject *const *values, Py_ssize_t count, int accepts_any) {
     for (int i = 0; i < self->count; i++) {
         PyObject *roots = self->records[i]->input_roots;
         Py_ssize_t position = PyTuple_GET_SIZE(roots) == count ? 0 : count + 1;
         while (position < count && fits_root(self, reader, values[position], PyTuple_GET_ITEM(roots, position))) position++;
         if (position == count) return self->records[i];
     }
-    return self->accepts_any && self->count ? self->records[self->count - 1] : NULL;
+    return accepts_any && self->count ? self->records[self->count - 1] : NULL;
 }
 
 /* Add a value, or the values in a list, as leaves.  position, root: of the record; NULL: it has none.  -1: no memory. */
@@ -256,7 +258,8 @@ static Observation observe_before(Observer *observer, Thread *thread, const Read
     Records *self = ((RepeatObserver *)observer)->records;
     LiveTensors *live_tensors = self ? self->live : NULL;
     if (!self || live_tensors->busy || PyList_GET_SIZE(self->ops) != self->count || !are_readable(reader, values, count)) return CALL_PYTHON;
-    Record *record = record_of(self, reader, values, count);
+    int accepts_any = self->accepts_any || ((RepeatObserver *)observer)->recomputes;
+    Record *record = record_of(self, reader, values, count, accepts_any);
     if (!record) return CALL_PYTHON;
     Leaves leaves = take_spare(self);
     Open open = {.thread = thread, .record = (Record *)Py_NewRef(record)};
@@ -369,7 +372,7 @@ static Observation observe_after(Observer *observer, Thread *thread, const Reade
                  (open.number != end && add_range(self, open.number, end, open.record->index));
     if (failed) PyErr_NoMemory();
     else {
-        open.record->calls++;
+        (*(((RepeatObserver *)observer)->recomputes ? &open.record->recomputations : &open.record->calls))++;
         self->live->counted++;
         failed = set_results(self, &open, &outputs, thread, reader);
     }
@@ -496,6 +499,7 @@ static PyMethodDef record_methods[] = {
 static PyMemberDef record_members[] = {
     {"index", T_LONGLONG, offsetof(Record, index), READONLY, "Index of the execution."},
     {"calls", T_LONGLONG, offsetof(Record, calls), READONLY, "Number of executions that native code has counted."},
+    {"recomputations", T_LONGLONG, offsetof(Record, recomputations), READONLY, "Number of recomputations among further ones."},
     {0}};
 
 static PyTypeObject Record_Type = {
@@ -693,7 +697,10 @@ static void repeat_dealloc(RepeatObserver *self) {
 }
 
 static PyMemberDef repeat_members[] = {
-    {"records", T_OBJECT, offsetof(RepeatObserver, records), READONLY, "The records of the op."}, {0}};
+    {"records", T_OBJECT, offsetof(RepeatObserver, records), READONLY, "The records of the op."},
+    {"recomputes", T_BOOL, offsetof(RepeatObserver, recomputes), 0,
+     "Whether the executions are recomputations, which count as such, and may have other inputs; false at first."},
+    {0}};
 
 static PyTypeObject RepeatObserver_Type = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "amanda.interceptor.RepeatObserver",
