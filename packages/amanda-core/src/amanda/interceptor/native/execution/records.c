@@ -7,6 +7,7 @@
 
 #define OPEN_LIMIT 256  /* executions under way, and some that raised */
 #define RANGE_LIMIT 256 /* executions whose backward pass is still to come */
+#define VALUE_LIMIT 32  /* inputs; programs have no more */
 #define DEPTH_LIMIT 8   /* of lists among the values */
 #define SPARE_LIMIT 64  /* leaves of an execution, the memory of which is kept */
 
@@ -17,6 +18,7 @@ typedef struct {
     long long forward; /* index of the execution whose backward op it is; -1: none is known */
     PyObject *inputs, *input_roots, *outputs, *output_roots; /* owned tuples */
     PyObject *written; /* owned tuple of (flat position, index, root) of inputs after the op */
+    int64_t *roots;    /* of the inputs, or LISTED_ROOTS, NO_ROOT */
 } Record;
 
 /* A value among lists.  before a run: index and root that it is to have, if it has a position in a record. */
@@ -77,10 +79,8 @@ static int is_list(PyObject *value) { return PyTuple_Check(value) || PyList_Chec
 
 /* Whether native code knows which tensors a value holds. */
 static int is_readable(const Reader *reader, PyObject *value, int depth) {
-    if (reader_is_tensor(reader, value)) {
-        Layout layout;
-        return reader_layout(reader, value, &layout);
-    }
+    const void *data;
+    if (reader_is_tensor(reader, value)) return reader_storage(reader, value, &data) != NULL;
     if (!is_list(value)) return reader_is_plain(reader, value) || PySlice_Check(value);
     if (!depth) return 0;
     for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(value); i++)
@@ -102,8 +102,22 @@ static int holds_tensor(const Reader *reader, PyObject *value) {
 }
 
 #define UNKNOWN_ROOT (-1) /* of a tensor that fits any */
+#define NO_ROOT (-2)      /* of a value that is no tensor */
+#define LISTED_ROOTS (-3)
 
 static int64_t integer_of(PyObject *integer) { return PyLong_Check(integer) ? (int64_t)PyLong_AsLongLong(integer) : UNKNOWN_ROOT; }
+
+/* The root of a value, or of a recorded input. */
+static int64_t root_of(const Records *self, const Reader *reader, PyObject *value) {
+    if (is_list(value)) return LISTED_ROOTS;
+    if (!reader_is_tensor(reader, value)) return NO_ROOT;
+    const LiveTensor *live = live_find(self->live, value);
+    return live ? live->root : UNKNOWN_ROOT;
+}
+
+static int64_t recorded_root(PyObject *root) {
+    return PyTuple_Check(root) ? LISTED_ROOTS : root == Py_None ? NO_ROOT : integer_of(root);
+}
 
 /* Whether a value has the roots of a recorded input. */
 static int fits_root(const Records *self, const Reader *reader, PyObject *value, PyObject *root) {
@@ -115,17 +129,25 @@ static int fits_root(const Records *self, const Reader *reader, PyObject *value,
             if (!fits_root(self, reader, PySequence_Fast_GET_ITEM(value, i), PyTuple_GET_ITEM(root, i))) return 0;
         return 1;
     }
-    if (!reader_is_tensor(reader, value) || root == Py_None) return root == Py_None && !reader_is_tensor(reader, value);
-    const LiveTensor *live = live_find(self->live, value);
-    return !live || live->root == UNKNOWN_ROOT || (PyLong_Check(root) && live->root == integer_of(root));
+    int64_t present = root_of(self, reader, value), recorded = recorded_root(root);
+    return present == recorded || (present == UNKNOWN_ROOT && recorded != NO_ROOT);
 }
 
 /* The record of which an execution with these inputs is one more; NULL: only Python can tell, or it is a new one. */
 static Record *record_of(const Records *self, const Reader *reader, PyObject *const *values, Py_ssize_t count, int accepts_any) {
+    int64_t present[VALUE_LIMIT];
+    if (count > VALUE_LIMIT) return NULL;
+    for (Py_ssize_t i = 0; i < count; i++) present[i] = root_of(self, reader, values[i]);
     for (int i = 0; i < self->count; i++) {
-        PyObject *roots = self->records[i]->input_roots;
-        Py_ssize_t position = PyTuple_GET_SIZE(roots) == count ? 0 : count + 1;
-        while (position < count && fits_root(self, reader, values[position], PyTuple_GET_ITEM(roots, position))) position++;
+        const Record *record = self->records[i];
+        Py_ssize_t position = PyTuple_GET_SIZE(record->input_roots) == count ? 0 : count + 1;
+        for (; position < count; position++) {
+            int64_t recorded = record->roots[position];
+            if (present[position] == LISTED_ROOTS || recorded == LISTED_ROOTS) {
+                if (!fits_root(self, reader, values[position], PyTuple_GET_ITEM(record->input_roots, position))) break;
+            } else if (present[position] != recorded && (present[position] != UNKNOWN_ROOT || recorded == NO_ROOT))
+                break;
+        }
         if (position == count) return self->records[i];
     }
     return accepts_any && self->count ? self->records[self->count - 1] : NULL;
@@ -469,6 +491,9 @@ static PyObject *record_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     }
     Record *self = (Record *)type->tp_alloc(type, 0);
     if (!self) return NULL;
+    self->roots = PyMem_Calloc((size_t)PyTuple_GET_SIZE(fields.input_roots) + 1, sizeof *self->roots);
+    for (Py_ssize_t i = 0; self->roots && i < PyTuple_GET_SIZE(fields.input_roots); i++)
+        self->roots[i] = recorded_root(PyTuple_GET_ITEM(fields.input_roots, i));
     self->index = fields.index;
     self->forward = fields.forward;
     self->inputs = Py_NewRef(fields.inputs);
@@ -476,6 +501,10 @@ static PyObject *record_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     self->outputs = Py_NewRef(fields.outputs);
     self->output_roots = Py_NewRef(fields.output_roots);
     self->written = Py_NewRef(fields.written);
+    if (!self->roots) {
+        Py_DECREF(self);
+        return PyErr_NoMemory();
+    }
     return (PyObject *)self;
 }
 
@@ -485,6 +514,7 @@ static void record_dealloc(Record *self) {
     Py_CLEAR(self->outputs);
     Py_CLEAR(self->output_roots);
     Py_CLEAR(self->written);
+    PyMem_Free(self->roots);
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
