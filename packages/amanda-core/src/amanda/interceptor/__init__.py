@@ -13,7 +13,9 @@ gets two arguments more: the key under which the cache may learn the form of thi
 the `Resumption` with which Python continues an execution that native code has begun (else None).
 
 `Moments` are statistics of numbers in memory, for observers: they belong to no call. A `FiniteCheck` is a
-routine that native code calls only where an op's outputs are not finite.
+routine that native code calls only where an op's outputs are not finite. `ExecutionRecords`, `LiveTensors`
+and `SentGradients` hold what a tool has recorded of the dataflow between ops, for a `RepeatObserver`, which
+native code calls only for what is new.
 
 Without a C compiler at install time a pure-Python interceptor offers the same names, and replaces
 callables as attributes; `NATIVE` tells which interceptor is in force and `REASON` why.

@@ -84,17 +84,16 @@ class TraceTool(amanda.Tool):
         if program_op.symbolic:
             return
         if context.is_forward():
-            before = RepeatObserver(tracker.before_op, program_op.records)
-            context.insert_before_op(before, program_op=program_op)
+            observer = RepeatObserver(tracker.before_op, program_op.records)
+            context.insert_before_op(observer, program_op=program_op)
             return
         # Without numbers of nodes the framework's `run` leads from a forward execution to its backward ops.
-        if tracker.values.gradients is None:
+        gradients = tracker.values.gradients
+        if gradients is None:
             context.insert_before_backward_op(self._resume_execution, grad_outputs=[], program_op=program_op)
             context.insert_before_backward_op(tracker.before_backward_op, program_op=program_op)
             return
-        before = BackwardRepeatObserver(
-            tracker.before_backward_op, program_op.records, tracker.values.gradients
-        )
+        before = BackwardRepeatObserver(tracker.before_backward_op, program_op.records, gradients)
         context.insert_before_backward_op(before, program_op=program_op)
 
     def _instrument_after(self, context: amanda.OpContext) -> None:
@@ -107,10 +106,8 @@ class TraceTool(amanda.Tool):
                 insert(self._count_execution, [], program_op=program_op)
         elif context.is_backward():
             routine: Any = tracker.after_backward_op
-            if tracker.values.gradients is not None:
-                routine = BackwardRepeatObserver(
-                    routine, program_op.records, tracker.values.gradients, after=True
-                )
+            if (gradients := tracker.values.gradients) is not None:
+                routine = BackwardRepeatObserver(routine, program_op.records, gradients, after=True)
             context.insert_after_backward_op(routine, program_op=program_op)
         else:
             after = RepeatObserver(tracker.after_op, program_op.records, after=True)
@@ -169,9 +166,9 @@ class TraceTool(amanda.Tool):
         )  # fmt: skip
         # None if the forward op was first analysed in another scope.
         forward = self._program_op_by_ids.get((context.get_op_id(), None)) if backward else None
+        live = self.tracker(context).live
         return ProgramOp(
-            op, facts, framework=str(context.namespace), symbolic=values.is_symbolic(context), forward=forward,
-            live=self.tracker(context).live,
+            op, facts, str(context.namespace), values.is_symbolic(context), forward, live
         )  # fmt: skip
 
 

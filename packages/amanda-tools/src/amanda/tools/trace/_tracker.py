@@ -352,7 +352,9 @@ class ExecutionTracker:
             program_op.op_by_forward_op[execution.forward_op] = index
             self._recorder.add_record(program_op, recorded, dict(enumerate(recorded.other_versions[:1])))
 
-    def _incoming_gradients(self, count: int, take: bool = True) -> tuple[int | None, Sequence[Sequence[int]]]:
+    def _incoming_gradients(
+        self, count: int, take: bool = True
+    ) -> tuple[int | None, Sequence[Sequence[int]]]:
         """Return the number of the present node, and for each of its gradients the recorded summands.
 
         The number is None for a node that accumulates a leaf's gradient.  take: drop the summands.

@@ -96,7 +96,8 @@ int live_set(LiveTensors *self, PyObject *tensor, int64_t index, int64_t root) {
     if (!live) {
         uint64_t address = (uint64_t)(uintptr_t)tensor;
         live = PyMem_Malloc(sizeof *live);
-        if (!live || map_reserve(&self->live_by_id, 1) || map_set(&self->address_by_reference, (uint64_t)(uintptr_t)reference, (void *)(uintptr_t)address)) {
+        if (!live || map_reserve(&self->live_by_id, 1) ||
+            map_set(&self->address_by_reference, (uint64_t)(uintptr_t)reference, (void *)(uintptr_t)address)) {
             PyMem_Free(live);
             Py_DECREF(reference);
             PyErr_NoMemory();
@@ -301,7 +302,8 @@ static PyObject *live_note_write(LiveTensors *self, PyObject *args) {
     PyObject *storage, *sizes, *strides;
     unsigned long long address;
     long long op, start, width;
-    if (!PyArg_ParseTuple(args, "OKL(LO!O!L)", &storage, &address, &op, &start, &PyTuple_Type, &sizes, &PyTuple_Type, &strides, &width))
+    if (!PyArg_ParseTuple(args, "OKL(LO!O!L)", &storage, &address, &op, &start, &PyTuple_Type, &sizes, &PyTuple_Type, &strides,
+                          &width))
         return NULL;
     Py_ssize_t rank = PyTuple_GET_SIZE(sizes);
     if (!address || PyTuple_GET_SIZE(strides) != rank)
@@ -370,7 +372,7 @@ static PyMethodDef live_methods[] = {
 static PyMemberDef live_members[] = {
     {"serial", T_LONGLONG, offsetof(LiveTensors, serial), READONLY, "Number of the last write."},
     {"counted", T_LONGLONG, offsetof(LiveTensors, counted), READONLY, "Number of executions that native code has counted."},
-    {"busy", T_INT, offsetof(LiveTensors, busy), 0, "While it is not 0, Python records an execution, and native code calls Python."},
+    {"busy", T_INT, offsetof(LiveTensors, busy), 0, "While it is not 0, Python records, and native code calls Python."},
     {0}};
 
 PyTypeObject LiveTensors_Type = {
@@ -385,4 +387,6 @@ PyTypeObject LiveTensors_Type = {
     .tp_members = live_members,
 };
 
-int live_boot(PyObject *names) { return PyType_Ready(&Ending_Type) || add_type(names, "LiveTensors", &LiveTensors_Type) ? -1 : 0; }
+int live_boot(PyObject *names) {
+    return PyType_Ready(&Ending_Type) || add_type(names, "LiveTensors", &LiveTensors_Type) ? -1 : 0;
+}

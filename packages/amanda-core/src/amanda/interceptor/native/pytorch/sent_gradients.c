@@ -226,7 +226,8 @@ static PyObject *sent_receive(SentGradients *self, PyObject *args) {
 
 static PyObject *sent_send(SentGradients *self, PyObject *indices) {
     BackwardOp op;
-    if (!PyList_Check(indices) && !PyTuple_Check(indices)) return PyErr_Format(PyExc_TypeError, "indices are a list, not %R", indices);
+    if (!PyList_Check(indices) && !PyTuple_Check(indices))
+        return PyErr_Format(PyExc_TypeError, "indices are a list, not %R", indices);
     if (find_backward_op(self, thread_state(), &op)) return NULL;
     PyObject *gradient = send_gradients(self, thread_state(), &op, indices);
     Py_XDECREF(op.op);
