@@ -2,8 +2,9 @@
 
 import weakref
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from threading import get_ident
-from typing import Any, NamedTuple
+from typing import Any
 
 _OPEN_LIMIT = 256
 _NODE_RANGES_LIMIT = 256
@@ -90,7 +91,8 @@ class LiveTensors:
         return [write for write in reversed(writes) if write[0] > serial]
 
 
-class ExecutionRecord(NamedTuple):
+@dataclass(frozen=True)
+class ExecutionRecord:
     """A recorded execution.  Of inputs and outputs the indices: None for no tensor, a tuple for a list.
 
     written: flat position, index and root of inputs after the op, or of the gradient of a leaf.
@@ -151,6 +153,11 @@ class ExecutionRecords:
         self._open.append((get_ident(), execution))
         # An op that raises never ends.
         del self._open[:-_OPEN_LIMIT]
+
+    def current(self) -> Any:
+        """Return the innermost execution of this thread; None without one."""
+        thread = get_ident()
+        return next((execution for ident, execution in reversed(self._open) if ident == thread), None)
 
     def end(self) -> Any:
         """Remove the innermost execution of this thread; return it, or None without one."""

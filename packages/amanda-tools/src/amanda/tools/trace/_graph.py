@@ -283,6 +283,15 @@ class ProgramOp:
         forward = None if self.forward is None else self.forward.records
         self.records = interceptor.ExecutionRecords(live, self.ops, tuple(self.facts.written), forward)
 
+    @property
+    def position(self) -> int:
+        """Return the position in `ops` of the execution under way in this thread; 0 without one."""
+        execution = self.records.current()
+        if execution is None:
+            return 0
+        op = execution.repeated_op if isinstance(execution, OpenExecution) else execution
+        return len(self.ops) if op is None else self.ops.index(op)
+
     def op_of_node(self, node_number: int | None) -> int | None:
         """Return the recorded op that made a node; if none did, the first one; None without recorded ops."""
         op = None if node_number is None else self.records.op_of_node(node_number)

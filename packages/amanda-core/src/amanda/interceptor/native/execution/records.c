@@ -256,6 +256,13 @@ static PyObject *records_end(Records *self, PyObject *Py_UNUSED(none)) {
     return execution;
 }
 
+static PyObject *records_current(Records *self, PyObject *Py_UNUSED(none)) {
+    int position = innermost(self, thread_state());
+    if (position < 0) Py_RETURN_NONE;
+    const Open *open = &self->open[position];
+    return open->execution ? Py_NewRef(open->execution) : PyLong_FromLongLong(open->record->index);
+}
+
 static PyObject *records_add_nodes(Records *self, PyObject *args) {
     unsigned long long first, end;
     long long index;
@@ -281,6 +288,8 @@ static PyMethodDef records_methods[] = {
     {"__reduce__", (PyCFunction)records_reduce, METH_NOARGS, "A copy has no records."},
     {"add", (PyCFunction)records_add, METH_O, "add(record): add an ExecutionRecord, whose index is in `ops`."},
     {"begin", (PyCFunction)records_begin, METH_O, "begin(execution): begin an execution in this thread."},
+    {"current", (PyCFunction)records_current, METH_NOARGS,
+     "Return the innermost execution of this thread, or None; for one that native code has begun the index of the record."},
     {"end", (PyCFunction)records_end, METH_NOARGS,
      "Remove the innermost execution of this thread, and return it; None without one.\n\n"
      "For one that native code has begun: index of the record; for each flat input a reference, index and version of the\n"
