@@ -91,6 +91,7 @@ int live_set(LiveTensors *self, PyObject *tensor, int64_t index, int64_t root) {
             reference = PyCFunction_New(&strong_reference, tensor);
         }
         if (!reference) return -1;
+        disturb();
         live = live_find(self, tensor); /* again, since an allocation may run a collection */
     }
     if (!live) {

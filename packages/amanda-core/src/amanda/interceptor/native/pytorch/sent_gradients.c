@@ -102,6 +102,7 @@ static int read_op(const SentGradients *self, PyObject *op, int *is_leaf, uint64
 
 static int find_unsuspended(SentGradients *self, BackwardOp *found) {
     *found = (BackwardOp){0};
+    disturb();
     PyObject *op = PyObject_CallNoArgs(self->current_op);
     if (!op || op == Py_None) {
         Py_XDECREF(op);
@@ -139,6 +140,7 @@ static int send_along(SentGradients *self, long long pass_id, PyObject *edge, in
     int is_leaf;
     uint64_t number, key, position = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(edge, 1));
     if (PyErr_Occurred() || read_op(self, op, &is_leaf, &number, &key)) return -1;
+    disturb();
     Pass *pass = pass_of(self, pass_id); /* looked up again, since Python has run */
     if (!pass) pass = begin_pass(self, pass_id);
     if (!add_summand(pass, gradient_key(key, position), index)) return 0;

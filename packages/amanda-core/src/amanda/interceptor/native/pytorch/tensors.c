@@ -355,9 +355,13 @@ int reader_host_memory(const Reader *reader, PyObject *value, Memory *memory) {
     return data != NULL;
 }
 
-PyObject *storage_of(PyObject *tensor) { return PyObject_CallMethod(tensor, "untyped_storage", NULL); }
+PyObject *storage_of(PyObject *tensor) {
+    disturb();
+    return PyObject_CallMethod(tensor, "untyped_storage", NULL);
+}
 
 int64_t width_of(PyObject *tensor) {
+    disturb();
     PyObject *width = PyObject_CallMethod(tensor, "element_size", NULL);
     int64_t bytes = width ? PyLong_AsLongLong(width) : -1;
     Py_XDECREF(width);
