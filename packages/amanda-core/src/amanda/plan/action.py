@@ -206,6 +206,12 @@ def has_run(func: Routine) -> bool:
     return has_parameter(func, "run")
 
 
+_NATIVE_ROUTINES = (
+    interceptor.FiniteCheck, interceptor.GatedRoutine, interceptor.MemoryObserver,
+    interceptor.MomentsObserver, interceptor.RepeatObserver, interceptor.ShapeCounter,
+)  # fmt: skip
+
+
 def has_parameter(func: Routine, name: str, keyword_only: bool = False) -> bool:
     """Return True if a routine has a parameter of this name; False where its signature is unknown, as in C.
 
@@ -216,7 +222,7 @@ def has_parameter(func: Routine, name: str, keyword_only: bool = False) -> bool:
     """
     # The first argument of a bound method is `self`, which no caller passes.
     function, first_index = (func.__func__, 1) if isinstance(func, MethodType) else (func, 0)
-    if isinstance(func, interceptor.ShapeCounter):
+    if isinstance(func, _NATIVE_ROUTINES):  # an object for each op
         function, first_index = type(func).__call__, 1
     if isinstance(function, FunctionType) and not _has_other_signature(function.__dict__):
         # Takes a tenth of the time of `inspect`; a tool may record thousands of actions.
