@@ -18,12 +18,14 @@ from amanda.plan.action import (
     with_marks,
 )
 from amanda.plan.observers import (
+    BackwardRepeatObserver,
     ClockObserver,
     Executions,
     FiniteObserver,
     GatedObserver,
     MomentsObserver,
     Observed,
+    RepeatObserver,
     ShapeTally,
     StorageObserver,
     Tally,
@@ -33,6 +35,7 @@ from amanda.plan.observers import (
 __all__ = [
     "Action",
     "ActionType",
+    "BackwardRepeatObserver",
     "ClockObserver",
     "Executions",
     "FiniteObserver",
@@ -40,6 +43,7 @@ __all__ = [
     "InstrumentationPoint",
     "MomentsObserver",
     "Observed",
+    "RepeatObserver",
     "Routine",
     "ShapeTally",
     "StorageObserver",

@@ -170,7 +170,10 @@ class Action:
             routine = getattr(self.func, "recomputed", None)
             return None if routine is None else self._with_routine(routine, self.kwargs)
         if self.takes_recomputed:
-            return self._with_routine(self.func, {**self.kwargs, "recomputed": True})
+            func = self.func
+            if isinstance(func, interceptor.RepeatObserver):
+                func = getattr(func, "recomputed", func)
+            return self._with_routine(func, {**self.kwargs, "recomputed": True})
         # A checkpoint runs the same execution again: who counts or records would see it twice.  A routine
         # that changes a value has to change it again, since the backward pass reads what the recomputation
         # computes.

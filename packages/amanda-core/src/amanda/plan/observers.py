@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import count
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
@@ -220,6 +221,75 @@ class ClockObserver(interceptor.ClockObserver):
     def recomputed(self) -> ClockObserver:
         """Return the observer of recomputations."""
         return self._find_recomputed()
+
+
+class RepeatObserver(interceptor.RepeatObserver):
+    """Observer that native code calls only where an execution repeats none that the tool has recorded.
+
+    One is inserted before an op and one after it.  For a repeated execution native code gives the tensors
+    the indices of the record, notes writes, and counts.  An execution may begin in native code and end in
+    Python: `ExecutionRecords.end` returns what was there before the op.
+
+    Args:
+        routine: Called with the values, `recomputed` and the options of an execution.
+        records: `interceptor.ExecutionRecords` of the op.
+        after: Whether the observer is inserted after the op.
+    """
+
+    __amanda_marks__ = frozenset({"observer"})
+
+    def __init__(
+        self, routine: Callable[..., None], records: interceptor.ExecutionRecords, after: bool = False
+    ) -> None:
+        super().__init__(records, after)
+        self._routine, self._after = routine, after
+
+    @property
+    def recomputed(self) -> RepeatObserver:
+        """Return what native code serves in recomputations, which are counted apart."""
+        observer = type(self)(self._routine, self.records, self._after)
+        observer.recomputes = True
+        return observer
+
+    def __call__(self, *values: Any, recomputed: bool = False, **options: Any) -> None:
+        with _recording(self.records.live):
+            self._routine(*values, recomputed=recomputed, **options)
+
+
+# A class of its own, as the signature decides whether an observer is called in recomputations.
+class BackwardRepeatObserver(interceptor.RepeatObserver):
+    """`RepeatObserver` around a backward op: a repeated execution is one of the same forward execution.
+
+    Args:
+        routine: Called with the values and the options of an execution.
+        records: `interceptor.ExecutionRecords` of the backward op.
+        gradients: `interceptor.SentGradients`, from which native code takes those that enter the op, and
+            to which it adds those that leave the op.
+        after: Whether the observer is inserted after the op.
+    """
+
+    __amanda_marks__ = frozenset({"observer"})
+
+    def __init__(
+        self, routine: Callable[..., None], records: interceptor.ExecutionRecords,
+        gradients: interceptor.SentGradients, after: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(records, after, gradients)
+        self._routine = routine
+
+    def __call__(self, *values: Any, **options: Any) -> None:
+        with _recording(self.records.live):
+            self._routine(*values, **options)
+
+
+@contextmanager
+def _recording(live: interceptor.LiveTensors) -> Iterator[None]:
+    """Make native code on other threads call Python, which waits for the tool's lock."""
+    live.busy += 1
+    try:
+        yield
+    finally:
+        live.busy -= 1
 
 
 # A protocol: drivers store more about a place than this room knows.

@@ -9,5 +9,6 @@ from amanda.interceptor._fallback._activations import *  # noqa: F403
 from amanda.interceptor._fallback._clocks import *  # noqa: F403
 from amanda.interceptor._fallback._places import *  # noqa: F403
 from amanda.interceptor._fallback._programs import *  # noqa: F403
+from amanda.interceptor._fallback._records import *  # noqa: F403
 from amanda.interceptor._fallback._sites import *  # noqa: F403
 from amanda.interceptor._fallback._storages import *  # noqa: F403

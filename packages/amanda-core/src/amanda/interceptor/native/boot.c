@@ -36,10 +36,10 @@ int amanda_boot(void *names) {
         int failed = activation_boot(names) || site_boot(names) || place_boot(names) || region_boot(names) ||
                      ordinal_boot(names) || lock_boot(names) || extent_boot(names) || probe_boot(names) || /* interception */
                      execution_boot(names) || statistics_boot(names) || observer_boot(names) ||
-                     storages_boot(names) || clock_boot(names) ||                        /* execution */
-                     add_type(names, "Reader", &Reader_Type) || graph_boot(names) ||
-                     hooks_boot(names) ||                                              /* pytorch */
-                     moments_boot(names) || finite_boot(names);                        /* statistics */
+                     storages_boot(names) || clock_boot(names) || records_boot(names) ||       /* execution */
+                     add_type(names, "Reader", &Reader_Type) || graph_boot(names) || hooks_boot(names) ||
+                     sent_boot(names) ||                                                       /* pytorch */
+                     moments_boot(names) || finite_boot(names);                                /* statistics */
         if (failed) PyErr_Print();
         result = failed ? BOOT_FAILED : BOOTED;
     }

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from threading import get_ident
+from dataclasses import InitVar, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from amanda import interceptor
 from amanda.tools.kit import leaves
 from amanda.tools.results import check_schema, field_values, made_of
 
@@ -232,7 +232,6 @@ class TraceFacts(NamedTuple):
     brings_in: bool = False
 
 
-_OPEN_LIMIT = 256
 UNKNOWN = -1
 """Root of a tensor that fits any other, such as new data from outside."""
 
@@ -260,9 +259,8 @@ class ProgramOp:
 
     op: has the fields that all executions share.  framework: its namespace.  forward: of a backward op.
     symbolic: an op of a graph, analysed on symbols.
+    records: executions under way, those that native code repeats, and the nodes that they made.
     ops: indices of the recorded ops.  last_executed: the one of these that was executed last.
-    open_executions: executions under way, each with its thread, and some that raised.
-    node_ranges: autodiff's nodes of each execution: number of the first, number after the last, recorded op.
     resumed_forward_op: recorded forward op of the backward op under way, where `run` leads to it.
     op_by_forward_op: recorded backward ops by the index of their forward op.
     """
@@ -272,49 +270,32 @@ class ProgramOp:
     framework: str
     symbolic: bool
     forward: ProgramOp | None
+    live: InitVar[interceptor.LiveTensors]
+    records: interceptor.ExecutionRecords = field(init=False)
     ops: list[int] = field(default_factory=list)
     last_executed: int | None = None
-    open_executions: list[tuple[int, OpenExecution]] = field(default_factory=list)
     is_dropped: bool = False
-    node_ranges: list[tuple[int, int, int]] = field(default_factory=list)
     resumed_forward_op: int | None = None
     op_by_forward_op: dict[int | None, int] = field(default_factory=dict)
 
-    def begin(self, execution: OpenExecution) -> None:
-        """Begin an execution in this thread."""
-        # By thread: one op may run on several threads at once.
-        self.open_executions.append((get_ident(), execution))
-        # An op that raises never ends.
-        del self.open_executions[:-_OPEN_LIMIT]
-
-    def end(self) -> OpenExecution | None:
-        """Remove the innermost execution of this thread; return it, or None without one."""
-        thread = get_ident()
-        for i in reversed(range(len(self.open_executions))):
-            thread_of_execution, execution = self.open_executions[i]
-            if thread_of_execution == thread:
-                del self.open_executions[i]
-                return execution
-        return None
+    def __post_init__(self, live: interceptor.LiveTensors) -> None:
+        """Create the records."""
+        forward = None if self.forward is None else self.forward.records
+        self.records = interceptor.ExecutionRecords(live, self.ops, tuple(self.facts.written), forward)
 
     @property
     def position(self) -> int:
         """Return the position in `ops` of the execution under way in this thread; 0 without one."""
-        present_thread = get_ident()
-        for thread, execution in reversed(self.open_executions):
-            if thread == present_thread:
-                repeated_op = execution.repeated_op
-                return len(self.ops) if repeated_op is None else self.ops.index(repeated_op)
-        return 0
+        execution = self.records.current()
+        if execution is None:
+            return 0
+        op = execution.repeated_op if isinstance(execution, OpenExecution) else execution
+        return len(self.ops) if op is None else self.ops.index(op)
 
     def op_of_node(self, node_number: int | None) -> int | None:
         """Return the recorded op that made a node; if none did, the first one; None without recorded ops."""
-        if node_number is not None:
-            # The latest first: autograd's numbers grow, and an op that ran again has newer nodes.
-            for first, end, op in reversed(self.node_ranges):
-                if first <= node_number < end:
-                    return op
-        return self.ops[0] if self.ops else None
+        op = None if node_number is None else self.records.op_of_node(node_number)
+        return op if op is not None or not self.ops else self.ops[0]
 
 
 @dataclass(slots=True, eq=False)
@@ -323,6 +304,7 @@ class RecordedOp:
 
     op: at the begin of the first execution.  input_roots: by which ops of one place are told apart.
     written_inputs: index of each written input after the op, by flat position.
+    record: the same for native code, which counts further executions there.
     other_versions: new versions of tensors in written memory that were read since, or of a leaf's gradient.
     """
 
@@ -333,6 +315,7 @@ class RecordedOp:
     outputs: tuple[Position, ...] = ()
     written_inputs: dict[int, int] = field(default_factory=dict)
     other_versions: list[int] = field(default_factory=list)
+    record: interceptor.ExecutionRecord | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -352,6 +335,7 @@ class GraphRecorder:
     """Ops and tensors in the order of execution.
 
     executions: most ops of one place; further executions are counted at the last.  limit: most ops.
+    live: live tensors of each framework.
     """
 
     def __init__(self, executions: int, limit: int) -> None:
@@ -362,6 +346,8 @@ class GraphRecorder:
         self._dropped = 0
         # As `graph` returned it; None after a change.
         self._graph: Graph | None = None
+        self._counted = 0
+        self.live: list[interceptor.LiveTensors] = []
 
     def add_tensor(self, new_tensor: Tensor, is_same_tensor: bool = False, from_outside: bool = False) -> int:
         """Add a tensor; return its index.
@@ -383,14 +369,32 @@ class GraphRecorder:
         index = len(self.ops)
         framework = self._framework_numbers.setdefault(program_op.framework, len(self._framework_numbers))
         op = replace(program_op.op, index=index, framework=framework, inputs=inputs, forward=forward_op)
-        roots = tuple(map_position(lambda tensor: self.tensors[tensor].root, position) for position in inputs)
         calls = None if program_op.symbolic else int(not recomputed)
-        self.ops.append(RecordedOp(op, calls, roots, recomputations=int(recomputed)))
+        self.ops.append(RecordedOp(op, calls, self._roots(inputs), recomputations=int(recomputed)))
         program_op.ops.append(index)
         for tensor in indices_at(inputs):
             self.tensors[tensor].consumers[index] = None
         self._graph = None
         return index
+
+    def _roots(self, positions: tuple[Position, ...]) -> tuple[Position, ...]:
+        return tuple(
+            map_position(lambda index: self.tensors[index].root, position, keep=True)
+            for position in positions
+        )  # fmt: skip
+
+    def add_record(self, program_op: ProgramOp, recorded: RecordedOp, writes: Mapping[int, int]) -> None:
+        """Add a recorded op to those of which native code counts further executions.
+
+        writes: index of each written input after the op, by flat position, or of the gradient of a leaf.
+        """
+        written = [(i, index, self.tensors[index].root) for i, index in writes.items()]
+        recorded.record = interceptor.ExecutionRecord(
+            recorded.op.index, recorded.op.inputs, recorded.input_roots, recorded.outputs,
+            self._roots(recorded.outputs), tuple(written),
+            -1 if recorded.op.forward is None else recorded.op.forward,
+        )  # fmt: skip
+        program_op.records.add(recorded.record)
 
     def count(self, op: int, recomputed: bool = False) -> None:
         """Count a further execution of an op, or a recomputation."""
@@ -421,9 +425,11 @@ class GraphRecorder:
         recorded = self.ops[index]
         outputs = set(indices_at(recorded.outputs))
         writes = (*recorded.written_inputs.values(), *recorded.other_versions)
+        calls, recomputations, record = recorded.calls, recorded.recomputations, recorded.record
+        if calls is not None and record is not None:
+            calls, recomputations = calls + record.calls, recomputations + record.recomputations
         return replace(
-            recorded.op, outputs=recorded.outputs, calls=recorded.calls,
-            recomputations=recorded.recomputations,
+            recorded.op, outputs=recorded.outputs, calls=calls, recomputations=recomputations,
             writes=tuple(tensor for tensor in writes if tensor not in outputs),
         )  # fmt: skip
 
@@ -442,7 +448,9 @@ class GraphRecorder:
 
     def graph(self) -> Graph:
         """Return the graph so far; the same object as long as nothing is added."""
-        if self._graph is None:
+        counted = sum(live.counted for live in self.live)
+        if self._graph is None or counted != self._counted:
+            self._counted = counted
             ops = tuple(map(self.op, range(len(self.ops))))
             tensors = tuple(map(self.tensor, range(len(self.tensors))))
             self._graph = Graph(ops, tensors, tuple(self._framework_numbers), self.executions, self._dropped)

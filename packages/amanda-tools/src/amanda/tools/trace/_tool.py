@@ -6,6 +6,7 @@ from collections.abc import Hashable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import amanda
+from amanda.action import BackwardRepeatObserver, RepeatObserver
 from amanda.options import PositiveInt, checked
 from amanda.tools.mapping import MappingTool, StandardMapping
 from amanda.tools.select import SelectOptions, select
@@ -83,12 +84,17 @@ class TraceTool(amanda.Tool):
         if program_op.symbolic:
             return
         if context.is_forward():
-            context.insert_before_op(tracker.before_op, program_op=program_op)
+            observer = RepeatObserver(tracker.before_op, program_op.records)
+            context.insert_before_op(observer, program_op=program_op)
             return
         # Without numbers of nodes the framework's `run` leads from a forward execution to its backward ops.
-        if tracker.values.next_node_number() is None:
+        gradients = tracker.values.gradients
+        if gradients is None:
             context.insert_before_backward_op(self._resume_execution, grad_outputs=[], program_op=program_op)
-        context.insert_before_backward_op(tracker.before_backward_op, program_op=program_op)
+            context.insert_before_backward_op(tracker.before_backward_op, program_op=program_op)
+            return
+        before = BackwardRepeatObserver(tracker.before_backward_op, program_op.records, gradients)
+        context.insert_before_backward_op(before, program_op=program_op)
 
     def _instrument_after(self, context: amanda.OpContext) -> None:
         """Insert the routines that record the outputs of an op; record symbols at once."""
@@ -99,9 +105,13 @@ class TraceTool(amanda.Tool):
                 insert = context.insert_after_op if context.is_forward() else context.insert_after_backward_op
                 insert(self._count_execution, [], program_op=program_op)
         elif context.is_backward():
-            context.insert_after_backward_op(tracker.after_backward_op, program_op=program_op)
+            routine: Any = tracker.after_backward_op
+            if (gradients := tracker.values.gradients) is not None:
+                routine = BackwardRepeatObserver(routine, program_op.records, gradients, after=True)
+            context.insert_after_backward_op(routine, program_op=program_op)
         else:
-            context.insert_after_op(tracker.after_op, program_op=program_op)
+            after = RepeatObserver(tracker.after_op, program_op.records, after=True)
+            context.insert_after_op(after, program_op=program_op)
             if tracker.values.next_node_number() is None:
                 context.insert_after_op(self._keep_execution, outputs=[], program_op=program_op)
 
@@ -156,9 +166,10 @@ class TraceTool(amanda.Tool):
         )  # fmt: skip
         # None if the forward op was first analysed in another scope.
         forward = self._program_op_by_ids.get((context.get_op_id(), None)) if backward else None
+        live = self.tracker(context).live
         return ProgramOp(
-            op, facts, framework=str(context.namespace), symbolic=values.is_symbolic(context), forward=forward
-        )
+            op, facts, str(context.namespace), values.is_symbolic(context), forward, live
+        )  # fmt: skip
 
 
 class GraphSoFar:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache, partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import amanda
+from amanda import interceptor
 from amanda.tools.kit import leaves
 from amanda.tools.libraries import numpy as np
 from amanda.tools.trace._graph import (
@@ -24,8 +24,6 @@ from amanda.tools.trace._graph import (
 )
 from amanda.tools.trace._values import FrameworkValues, MemorySpan
 
-_WRITES_LIMIT = 128
-"""Most writes kept for one memory; a tensor that was not read since misses earlier writes."""
 _BASE_ADDRESS = 1 << 20
 """Address that stands for the start of a memory."""
 _WORK_LIMIT: Any = 10_000
@@ -42,15 +40,6 @@ class InputState(NamedTuple):
     version: int | None
 
 
-@dataclass(slots=True, eq=False)
-class _LiveTensor:
-    """A live tensor: its index as of the write with a serial number, and a weak reference."""
-
-    index: int
-    serial: int
-    reference: Callable[[], Any]
-
-
 class MemoryWrite(NamedTuple):
     """A write into a span of memory by a recorded op.  serial: number of the write."""
 
@@ -60,52 +49,45 @@ class MemoryWrite(NamedTuple):
 
 
 class LiveTensors:
-    """Live tensors of a framework, by weak references: their indices, and the writes into their memory.
+    """Live tensors of a framework: their indices, and the writes into their memory.
 
-    serial: number of the last write.
+    live: their indices by weak references, which native code sets too.
     """
 
     def __init__(self, values: FrameworkValues, recorder: GraphRecorder) -> None:
         self.values = values
-        self.serial = 0
+        self.live = interceptor.LiveTensors()
         self._recorder = recorder
-        # By id, as tensors compare element by element; an entry goes when its tensor does.
-        self._live_by_id: dict[int, _LiveTensor] = {}
-        # By the memory that is written: its views share the list, which goes with the memory.
-        self._writes: weakref.WeakKeyDictionary[Any, list[MemoryWrite]] = weakref.WeakKeyDictionary()
 
     def input_state(self, value: Any) -> InputState | None:
         """Return the state of an input before the op; None for values that are not recorded tensors."""
-        live = self._live_by_id.get(id(value))
-        return None if live is None else InputState(live.reference, live.index, self.values.version(value))
+        live = self.live.find(value)
+        return None if live is None else InputState(live[2], live[0], self.values.version(value))
 
     def last_index(self, tensor: Any) -> int | None:
         """Return the index of a tensor as of the last op that read or made it; None for an unknown one."""
-        live = self._live_by_id.get(id(tensor))
-        return None if live is None else live.index
+        live = self.live.find(tensor)
+        return None if live is None else live[0]
 
     def current_index(self, tensor: Any) -> int | None:
         """Return a tensor's index now, after recording writes into its memory; None for an unknown one."""
-        live = self._live_by_id.get(id(tensor))
+        live = self.live.find(tensor)
         if live is None:
             return None
+        index, serial, _ = live
         # Writes through other tensors of this memory become versions only once somebody reads this tensor.
-        for write in self.writes_since(tensor, live.serial):
-            live.index = self.add_version(write.op, live.index, tensor)
-            self._recorder.ops[write.op].other_versions.append(live.index)
-        live.serial = self.serial
-        return live.index
+        for write in self.writes_since(tensor, serial):
+            index = self.add_version(write.op, index, tensor)
+            self._recorder.ops[write.op].other_versions.append(index)
+        self.set_index(tensor, index)
+        return index
 
     def note_write(self, tensor: Any, op: int) -> None:
         """Note that an op has written a tensor, while its memory, if known, is in use; drop old writes."""
         memory_and_span = self.values.memory(tensor)
         if memory_and_span is not None:
             memory, span = memory_and_span
-            self.serial += 1
-            writes = self._writes.setdefault(memory, [])
-            writes.append(MemoryWrite(self.serial, op, span))
-            # A loop may write a buffer without end.
-            del writes[:-_WRITES_LIMIT]
+            self.live.note_write(memory, self.values.memory_address(memory), op, span)
 
     def writes_since(self, tensor: Any, serial: int) -> list[MemoryWrite]:
         """Return the writes since a serial number that changed a tensor, in their order.
@@ -113,14 +95,13 @@ class LiveTensors:
         A write of all that the tensor sees hides those before it.  None of a tensor whose memory is unknown.
         """
         writes: list[MemoryWrite] = []
-        memory_and_span = None if serial == self.serial else self.values.memory(tensor)
+        memory_and_span = None if serial == self.live.serial else self.values.memory(tensor)
         if memory_and_span is None:
             return writes
         memory, span = memory_and_span
         # newest first, so that a write of the same span ends the search
-        for write in reversed(self._writes.get(memory, ())):
-            if write.serial <= serial:
-                break
+        for number, op, written_span in self.live.writes(self.values.memory_address(memory), serial):
+            write = MemoryWrite(number, op, MemorySpan(*written_span))
             # The same span: a write of all that the tensor sees, before which nothing matters.
             if write.span == span:
                 writes.append(write)
@@ -142,28 +123,15 @@ class LiveTensors:
 
     def set_index(self, tensor: Any, index: int) -> None:
         """Set the index of a tensor as of the last write; add a tensor that is unknown, by weak reference."""
-        live = self._live_by_id.get(id(tensor))
-        if live is None:
-            reference = self._reference(tensor, id(tensor))
-            self._live_by_id[id(tensor)] = _LiveTensor(index, self.serial, reference)
-        else:
-            live.index, live.serial = index, self.serial
-
-    def _reference(self, tensor: Any, key: int) -> Callable[[], Any]:
-        """Return a weak reference whose end drops the index; a strong one if no weak one is possible."""
-        try:
-            # The id is free for another tensor as soon as this one is gone.
-            return weakref.ref(tensor, lambda _: self._live_by_id.pop(key, None))
-        except TypeError:  # no weak references: the tensor lives as long as the tracker
-            return lambda: tensor
+        self.live.set(tensor, index, self._recorder.tensors[index].root)
 
     def set_indices(
         self, values: Sequence[Any], positions: Sequence[Position], only_changed: bool = False
     ) -> None:
         """Set the indices of tensors.  only_changed: only of unknown tensors, or those written since."""
         for tensor, index in self._tensors_with_indices(values, positions):
-            live = self._live_by_id.get(id(tensor)) if only_changed else None
-            if live is None or self.writes_since(tensor, live.serial):
+            live = self.live.find(tensor) if only_changed else None
+            if live is None or self.writes_since(tensor, live[1]):
                 self.set_index(tensor, index)
 
     def _tensors_with_indices(
@@ -267,10 +235,6 @@ def _array_of_span(span: MemorySpan) -> Any:
     return np.asarray(SimpleNamespace(__array_interface__=interface))
 
 
-_NODE_RANGES_LIMIT = 256
-"""Most executions of an op whose backward pass is still to come."""
-
-
 class ExecutionTracker:
     """Record each execution of an op: its inputs, outputs and writes.
 
@@ -281,7 +245,9 @@ class ExecutionTracker:
     def __init__(self, values: FrameworkValues, recorder: GraphRecorder) -> None:
         self.values = values
         self._tensors = LiveTensors(values, recorder)
+        self.live = self._tensors.live
         self._recorder = recorder
+        recorder.live.append(self.live)
 
     @amanda.observer
     def before_op(self, *inputs: Any, program_op: ProgramOp, recomputed: bool = False) -> None:
@@ -297,13 +263,14 @@ class ExecutionTracker:
             self._tensors.set_indices(inputs, input_positions, only_changed=True)
         # Versions before the op: one that has changed afterwards tells an input that was written.
         input_states = [self._tensors.input_state(value) for value in leaves(inputs)]
-        serial, next_number = self._tensors.serial, self.values.next_node_number()
-        program_op.begin(OpenExecution(input_positions, repeated_op, None, input_states, serial, next_number))
+        serial, next_number = self.live.serial, self.values.next_node_number()
+        execution = OpenExecution(input_positions, repeated_op, None, input_states, serial, next_number)
+        program_op.records.begin(execution)
 
     @amanda.observer
     def after_op(self, *outputs: Any, program_op: ProgramOp, recomputed: bool = False) -> None:
         """Record an op with its outputs and the inputs that it wrote, or count one more execution of it."""
-        execution = program_op.end()
+        execution = self._end(program_op)
         if execution is None:
             return
         # Before the outputs are recorded, as an output may be a written input.
@@ -312,8 +279,7 @@ class ExecutionTracker:
         first_number, end_number = execution.next_node_number, self.values.next_node_number()
         # The op has made nodes: their numbers lead from the backward pass to this execution.
         if first_number is not None and end_number is not None and first_number != end_number:
-            program_op.node_ranges.append((first_number, end_number, index))
-            del program_op.node_ranges[:-_NODE_RANGES_LIMIT]
+            program_op.records.add_nodes(first_number, end_number, index)
         for tensor in written_tensors.values():
             self._tensors.note_write(tensor, index)
         self._record_outputs(program_op, execution, recorded, outputs)
@@ -327,6 +293,17 @@ class ExecutionTracker:
                 recorded.written_inputs[position] = new_index
             if position in recorded.written_inputs:
                 self._tensors.set_index(tensor, recorded.written_inputs[position])
+        if execution.repeated_op is None:
+            self._recorder.add_record(program_op, recorded, recorded.written_inputs)
+
+    def _end(self, program_op: ProgramOp) -> OpenExecution | None:
+        """End the innermost execution of this thread, which native code may have begun; None without one."""
+        execution: Any = program_op.records.end()
+        if execution is None or isinstance(execution, OpenExecution):
+            return execution
+        repeated_op, states, serial, next_number = execution
+        input_states = [None if state is None else InputState(*state) for state in states]
+        return OpenExecution((), repeated_op, None, input_states, serial, next_number)
 
     @amanda.observer
     def before_backward_op(self, *gradients: Any, program_op: ProgramOp) -> None:
@@ -334,7 +311,7 @@ class ExecutionTracker:
         if self._recorder.drop_if_full(program_op):
             return
         # Autodiff may add up gradients before a node sees them: every summand that was sent is read.
-        node_number, summands_by_gradient = self.values.incoming_gradients(len(gradients))
+        node_number, summands_by_gradient = self._incoming_gradients(len(gradients))
         forward_op, program_op.resumed_forward_op = program_op.resumed_forward_op, None
         # Of several executions of the forward op, the one whose nodes have this number.
         if forward_op is None and program_op.forward is not None:
@@ -343,6 +320,7 @@ class ExecutionTracker:
         # After the limit further executions are counted at the last op.
         if repeated_op is None and self._recorder.is_full:
             repeated_op = program_op.ops[-1]
+            program_op.records.accepts_any = True
         input_positions: list[Position] = []
         if repeated_op is None:
             for gradient, summands in zip(gradients, summands_by_gradient, strict=True):
@@ -351,26 +329,38 @@ class ExecutionTracker:
                 else:  # no traced op sent it
                     record_gradient = partial(self._tensors.record_input, kind="gradient")
                     input_positions.append(map_position(record_gradient, gradient))
-        program_op.begin(OpenExecution(tuple(input_positions), repeated_op, forward_op))
+        program_op.records.begin(OpenExecution(tuple(input_positions), repeated_op, forward_op))
 
     @amanda.observer
     def after_backward_op(self, *gradients: Any, program_op: ProgramOp) -> None:
         """Record gradients that leave a backward op, or accumulate at a leaf, and send them to next nodes."""
-        execution = program_op.end()
+        execution = self._end(program_op)
         if execution is None:
             return
         index, recorded = self._count_or_add_op(program_op, execution)
-        program_op.op_by_forward_op[execution.forward_op] = index
         self._record_outputs(program_op, execution, recorded, gradients)
         # The next nodes receive these, in the order of the node's edges.
-        sent_indices = [position if isinstance(position, int) else None for position in recorded.outputs]
-        leaf_gradient = self.values.send_gradients(sent_indices)
+        node_gradients = self.values.gradients
+        leaf_gradient = None if node_gradients is None else node_gradients.send(recorded.outputs)
         # A leaf's gradient is written by each pass: a new version of the same tensor.
         if leaf_gradient is not None and execution.repeated_op is None:
             earlier_index = self._tensors.current_index(leaf_gradient)
             recorded.other_versions.append(self._tensors.add_version(index, earlier_index, leaf_gradient))
         if leaf_gradient is not None and recorded.other_versions:
             self._tensors.set_index(leaf_gradient, recorded.other_versions[0])
+        if execution.repeated_op is None:
+            program_op.op_by_forward_op[execution.forward_op] = index
+            self._recorder.add_record(program_op, recorded, dict(enumerate(recorded.other_versions[:1])))
+
+    def _incoming_gradients(
+        self, count: int, take: bool = True
+    ) -> tuple[int | None, Sequence[Sequence[int]]]:
+        """Return the number of the present node, and for each of its gradients the recorded summands.
+
+        The number is None for a node that accumulates a leaf's gradient.  take: drop the summands.
+        """
+        gradients = self.values.gradients
+        return (None, [()] * count) if gradients is None else gradients.receive(count, take)
 
     def add_symbols(self, context: amanda.OpContext, program_op: ProgramOp) -> None:
         """Record an op of a graph, once: its inputs and outputs are symbols, which no execution changes."""
@@ -393,7 +383,7 @@ class ExecutionTracker:
         values = context.get_inputs() if context.is_forward() else context.get_grad_outputs() or []
         if context.is_backward():
             # `take=False`: the op itself takes the summands when it runs.
-            _, summands_by_gradient = self.values.incoming_gradients(len(values), take=False)
+            _, summands_by_gradient = self._incoming_gradients(len(values), take=False)
             if any(summands_by_gradient):
                 return [index for summands in summands_by_gradient for index in summands]
         indices = map(self._tensors.current_index, filter(self.values.is_tensor, leaves(values)))
@@ -410,6 +400,7 @@ class ExecutionTracker:
                 return index
         # A recomputation in a checkpoint has other tensors as inputs, and is the same op nevertheless.
         is_full = len(program_op.ops) >= self._recorder.executions or self._recorder.is_full
+        program_op.records.accepts_any = is_full
         return program_op.ops[-1] if recomputed or is_full else None
 
     def _count_or_add_op(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import prod
 from operator import attrgetter
@@ -31,7 +31,12 @@ class MemorySpan(NamedTuple):
 
 
 class FrameworkValues:
-    """Facts about the tensors and ops of any framework, by StandardMapping; subclasses know more."""
+    """Facts about the tensors and ops of any framework, by StandardMapping; subclasses know more.
+
+    gradients: those that autodiff's nodes send to the next; None if nodes have no numbers.
+    """
+
+    gradients: interceptor.SentGradients | None = None
 
     def __init__(self, shape: TensorQuery, dtype: TensorQuery) -> None:
         self._shape = shape
@@ -89,22 +94,12 @@ class FrameworkValues:
         """Return the object that owns the tensor's memory, and the span in it; None without one."""
         return None
 
+    def memory_address(self, memory: Any) -> int:
+        """Return the address by which native code knows the memory of a tensor."""
+        return id(memory)
+
     def next_node_number(self) -> int | None:
         """Return the number of autodiff's next node; None if nodes have no numbers."""
-        return None
-
-    def incoming_gradients(self, count: int, take: bool = True) -> tuple[int | None, Sequence[Sequence[int]]]:
-        """Return the number of the present node, and for each of its gradients the recorded summands.
-
-        The number is None for a node that accumulates a leaf's gradient.  take: drop the summands.
-        """
-        return None, [()] * count
-
-    def send_gradients(self, gradients: Sequence[int | None]) -> Any:
-        """Note the recorded gradients that leave an op, for the ops that receive them.
-
-        Return the tensor in which the op has accumulated gradients; None for other ops.
-        """
         return None
 
 
@@ -114,7 +109,6 @@ _REQUIRED = RequiredNames(
     "torch:_C._functions.AccumulateGrad._sequence_nr", "torch:autograd._get_sequence_nr",
 )  # fmt: skip
 
-_PASSES_LIMIT = 16
 _AVERAGES = (3, 4)
 """Positions of the running mean and variance among the inputs of normalisations."""
 
@@ -131,14 +125,16 @@ class PytorchValues(FrameworkValues):
         super().__init__(shape, dtype)
         _REQUIRED.check()
         self._torch = torch
-        # Nodes of leaves have no number, and are told apart by their variable.
-        self._leaf_node_class = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
         # By model and id of a tensor: to walk through all parameters takes longer than an op.
         self._kinds_and_paths_by_model: weakref.WeakKeyDictionary[Any, dict[int, tuple[str, str]]] = (
             weakref.WeakKeyDictionary()
         )
-        # By pass, node and position: nested and parallel passes run through nodes of the same numbers.
-        self._sent_by_pass: dict[int, dict[Hashable, list[int]]] = {}
+        functions: Any = torch._C
+        # Nodes of leaves have no number, and are told apart by their variable.
+        self.gradients = interceptor.SentGradients(
+            functions._current_autograd_node, functions._current_graph_task_id,
+            functions._functions.AccumulateGrad,
+        )  # fmt: skip
 
     def is_tensor(self, value: Any) -> bool:
         return isinstance(value, self._torch.Tensor)
@@ -175,6 +171,10 @@ class PytorchValues(FrameworkValues):
         except (NotImplementedError, RuntimeError):
             return None
 
+    def memory_address(self, memory: Any) -> int:
+        address: int = memory._cdata
+        return address
+
     def origin(self, tensor: Any) -> tuple[str, str | None]:
         """Return kind and path of a parameter or buffer in the outermost called module.
 
@@ -209,36 +209,6 @@ class PytorchValues(FrameworkValues):
     def next_node_number(self) -> int | None:
         number: int = self._torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
         return number
-
-    def incoming_gradients(self, count: int, take: bool = True) -> tuple[int | None, Sequence[Sequence[int]]]:
-        """Return the number of the present node, None for a leaf's, and the gradients sent to the node."""
-        node = self._torch._C._current_autograd_node()
-        number = None if node is None or isinstance(node, self._leaf_node_class) else int(node._sequence_nr())
-        sent_by_node = self._sent_by_pass.get(self._torch._C._current_graph_task_id())
-        if node is None or sent_by_node is None:
-            return number, [()] * count
-        find_summands = sent_by_node.pop if take else sent_by_node.get
-        key = self._node_key(node)
-        return number, [find_summands((key, position), ()) for position in range(count)]
-
-    def send_gradients(self, gradients: Sequence[int | None]) -> Any:
-        """Send gradients on to the nodes that come next; return the gradient of a leaf."""
-        node = self._torch._C._current_autograd_node()
-        if node is None:
-            return None
-        sent_by_node = self._sent_by_pass.setdefault(self._torch._C._current_graph_task_id(), {})
-        for (next_node, position), gradient in zip(node.next_functions, gradients, strict=False):
-            if next_node is not None and gradient is not None:
-                sent_by_node.setdefault((self._node_key(next_node), position), []).append(gradient)
-        # A pass that fails never takes what was sent to its nodes.
-        while len(self._sent_by_pass) > _PASSES_LIMIT:
-            del self._sent_by_pass[next(iter(self._sent_by_pass))]
-        return node.variable.grad if isinstance(node, self._leaf_node_class) else None
-
-    def _node_key(self, node: Any) -> Hashable:
-        """Return a key of a node in its pass: nodes of leaves have no number."""
-        is_leaf = isinstance(node, self._leaf_node_class)
-        return id(node.variable) if is_leaf else (type(node), node._sequence_nr())
 
 
 _WRITING_TYPES = re.compile(

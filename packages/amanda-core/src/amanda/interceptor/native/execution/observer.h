@@ -37,5 +37,6 @@ extern PyTypeObject Observer_Type;
 int observer_boot(PyObject *names);
 int storages_boot(PyObject *names);
 int clock_boot(PyObject *names);
+int records_boot(PyObject *names);
 
 #endif

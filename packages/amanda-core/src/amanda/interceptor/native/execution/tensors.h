@@ -26,6 +26,16 @@ typedef struct {
 int reader_host_memory(const Reader *reader, PyObject *tensor, Memory *memory);
 /* Address of a plain tensor's storage, and of its memory, which may be NULL; NULL: only Python can tell. */
 const void *reader_storage(const Reader *reader, PyObject *tensor, const void **data);
+/* Where the elements of a plain tensor lie in its storage, in elements from the start.  kind: of element type and device. */
+typedef struct {
+    const void *storage;
+    int64_t start, rank;
+    const int64_t *sizes, *strides;
+    uint32_t kind;
+} Layout;
+int reader_layout(const Reader *reader, PyObject *tensor, Layout *layout); /* 0: only Python can tell */
+PyObject *storage_of(PyObject *tensor); /* new; as Python has it */
+int64_t width_of(PyObject *tensor);     /* bytes of an element, as Python has them; -1: an exception */
 /* Add the shapes of inputs, of outputs, ... as words. */
 void reader_shape_code(const Reader *reader, PyObject *const *values, Py_ssize_t count, ShapeCode *words);
 PyObject *reader_shapes(const Reader *reader, PyObject *const *values, Py_ssize_t count,
@@ -35,6 +45,7 @@ PyObject *with_straight_through(const Reader *reader, PyObject *original, PyObje
 
 /* Called for every argument of every routine, and so defined in line, in the framework's header. */
 static inline int reader_is_tensor(const Reader *reader, PyObject *value);
+static inline uint64_t tensor_version(const Reader *reader, PyObject *tensor);
 static inline void reader_versions(const Reader *reader, PyObject *const *values, Py_ssize_t count, uint64_t *versions);
 /* Position of the first value that was written since its version was read; -1: none was. */
 static inline Py_ssize_t reader_written(const Reader *reader, PyObject *const *values, Py_ssize_t count,

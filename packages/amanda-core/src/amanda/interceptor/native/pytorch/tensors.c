@@ -355,6 +355,33 @@ int reader_host_memory(const Reader *reader, PyObject *value, Memory *memory) {
     return data != NULL;
 }
 
+PyObject *storage_of(PyObject *tensor) {
+    disturb();
+    return PyObject_CallMethod(tensor, "untyped_storage", NULL);
+}
+
+int64_t width_of(PyObject *tensor) {
+    disturb();
+    PyObject *width = PyObject_CallMethod(tensor, "element_size", NULL);
+    int64_t bytes = width ? PyLong_AsLongLong(width) : -1;
+    Py_XDECREF(width);
+    return bytes;
+}
+
+int reader_layout(const Reader *reader, PyObject *value, Layout *layout) {
+    const char *tensor = reader->elements.count && reader_is_tensor(reader, value) ? impl_with_layout(reader, value) : NULL;
+    int64_t *sizes, *strides;
+    const void *handle = tensor_at(reader, value);
+    if (!tensor || reader->sizes(handle, &sizes) || reader->elements.strides(handle, &strides)) return 0;
+    layout->storage = *(const void *const *)(tensor + reader->storage);
+    layout->start = *(const int64_t *)(tensor + reader->elements.start);
+    layout->rank = *(const int64_t *)(tensor + reader->layout.rank);
+    layout->sizes = sizes;
+    layout->strides = strides;
+    layout->kind = *(const uint32_t *)(tensor + reader->layout.dtype_and_device);
+    return layout->storage != NULL;
+}
+
 static inline int has_tangent(const Reader *reader, PyObject *value) {
     const void *handle = tensor_at(reader, value);
     return *reader->tangent(*(const void *const *)handle, 0, handle) != reader->no_tangent;
