@@ -182,7 +182,7 @@ def test_positions_of_arrays_that_are_not_added_are_returned() -> None:
         with pytest.raises(TypeError, match="6 arrays"):
             interceptor.Moments.add_all(*wrong)
     with pytest.raises(TypeError):
-        interceptor.Moments.add_all(moments, arrays, (None,) * 6)
+        interceptor.Moments.add_all(moments, arrays, (None,) * 6)  # type: ignore[arg-type]
 
 
 def test_arrays_that_are_not_finite_are_found() -> None:
