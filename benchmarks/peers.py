@@ -4,6 +4,7 @@ Keras' `fit` has the tools alone.  fvcore and TorchLens look at one forward pass
 """
 
 import copy
+import functools
 import multiprocessing
 import time
 from collections.abc import Callable
@@ -37,11 +38,12 @@ from _peers import (
     training,
     variants_of,
 )
-from _tools import scopes
+from _tools import BACKWARD, Inserting, scopes
 from torch import nn
 
 BLOCKS = {"forward + backward": None, "forward + backward + AdamW": torch.optim.AdamW}
 TITLE = "{}, training"
+HOOKS = "routines at backward ops that do nothing"
 BLOCK = 0.005
 """Seconds of one timing, at least."""
 SHORT = 0.1
@@ -52,7 +54,12 @@ FIRST = 1 if QUICK else 5
 
 def compared(program: Callable[[Any], Step], model: nn.Module, most: float, least: int = 7) -> Times:
     """Return processor seconds of a program by variant; for so many seconds, and at least so many rounds."""
-    under = {**controls(), **scopes(TOOLS), **PEERS}
+    under = {
+        **controls(),
+        **scopes({HOOKS: functools.partial(Inserting, *BACKWARD, select=())}),
+        **scopes(TOOLS),
+        **PEERS,
+    }
     steps = {**dict.fromkeys(under, program(model))}
     steps |= {name: program(other) for name, other in variants_of(model).items()}
     steps[BARE]()
