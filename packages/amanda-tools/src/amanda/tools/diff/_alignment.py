@@ -17,11 +17,11 @@ from amanda.tools.mapping import MATRIX_PRODUCTS, PRODUCTS
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-# One word for what frameworks call differently.
 _UNIFIED_TYPES = {
     **dict.fromkeys((*MATRIX_PRODUCTS, "einsum"), "product"),
     "depthwise_conv2d": "conv2d", "depthwise_conv3d": "conv3d",
 }  # fmt: skip
+"""One word for what frameworks call differently."""
 # Attention is one op in some frameworks, and several in others.
 _COMPUTE = frozenset([*PRODUCTS, "embedding"]) - {"scaled_dot_product_attention"}
 
@@ -196,16 +196,16 @@ def _output_size(run: Run, index: int) -> int:
     return output.summary.statistics.elements
 
 
-# Relative error of statistics and samples up to which values are taken for those of the same op.
 NEAR = 0.05
-# Pairs among which the best are looked for at once.
+"""Relative error of statistics and samples up to which values are taken for those of the same op."""
 _CELLS = 1 << 20
-# Of ops that fit as well, such as a product and its reshaped self, the first are paired.
+"""Pairs among which the best are looked for at once."""
 _LATE = 1e-4
-# Module and type of an op.
+"""Of ops that fit as well, such as a product and its reshaped self, the first are paired."""
 Key = tuple[str, str]
-# A run, its ops of one phase, and their keys.
+"""Module and type of an op."""
 Side = tuple[Run, Sequence[int], Sequence[Key]]
+"""A run, its ops of one phase, and their keys."""
 
 
 class OpSimilarity:

@@ -31,8 +31,8 @@ from amanda.tools.diff._run import DataFlow, Execution, Run, visits
 from amanda.tools.dump import Entry, Op
 from amanda.tools.libraries import numpy as np
 
-# Tensors of run a and run b, and their comparison.
 ComparedPair = tuple[Pair, Comparison]
+"""Tensors of run a and run b, and their comparison."""
 
 
 class ReadAgreement(NamedTuple):

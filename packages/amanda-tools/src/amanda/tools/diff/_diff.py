@@ -24,8 +24,8 @@ from amanda.tools.diff._run import Compiled, Run, Source, open_bundle, write_bun
 from amanda.tools.results import read_json
 
 By = Literal["op", "module"]
-# Modules that a note names.
 _MAX_NAMES = 4
+"""Modules that a note names."""
 
 
 @checked

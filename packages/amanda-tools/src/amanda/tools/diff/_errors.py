@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 Pair = tuple[Entry, Entry]
 
-# Largest relative error at which tensors agree, by element type; 0 for integers and all other types.
 TOLERANCES = {
     "float64": 1e-9, "complex128": 1e-9, "float32": 1e-4, "complex64": 1e-4, "float16": 2e-2,
     "bfloat16": 8e-2, "float8_e4m3fn": 0.5, "float8_e4m3fnuz": 0.5, "float8_e5m2": 0.7,
     "float8_e5m2fnuz": 0.7,
 }  # fmt: skip
+"""Largest relative error at which tensors agree, by element type; 0 for integers and all other types."""
 
 NOISE = 0.1
 """Smallest norm of a tensor, as a share of the largest result of the same op: the gradient of a bias may be
@@ -384,12 +384,12 @@ class Comparison:
         return f"; pass rtol={rtol} (--rtol {rtol}) for the tolerance of {less_precise_dtype}"
 
 
-# How many times the expected error agrees: another order of summation may round a few times as much.
 MARGIN = 10.0
-# Largest error that is expected: with it nothing of a tensor is right.
+"""How many times the expected error agrees: another order of summation may round a few times as much."""
 LARGEST = 1.0
-# Error up to which the rounding of several ops is taken for an explanation, also in more precise types.
+"""Largest error that is expected: with it nothing of a tensor is right."""
 _COARSE = TOLERANCES["bfloat16"]
+"""Error up to which the rounding of several ops is taken for an explanation, also in more precise types."""
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ from amanda.tools.dump import Entry
 from amanda.tools.libraries import numpy as np
 from amanda.tools.select import Phase
 
-# An execution of an op, and what it gave.
 ExecutedOp = tuple[Execution, list[Entry]]
+"""An execution of an op, and what it gave."""
 
 
 class OpMatch(NamedTuple):
@@ -246,8 +246,8 @@ def _join_outputs(
     return pairs
 
 
-# Indices of ops of both runs.
 Sides = tuple[list[int], list[int]]
+"""Indices of ops of both runs."""
 
 
 class OpMatches:
@@ -378,8 +378,8 @@ def _last_result(run: Run, flow: DataFlow) -> int | None:
     return None
 
 
-# By run, the executions of the other run that an execution was compared with.
 Partners = Sequence[Mapping[Execution, Sequence[Execution]]]
+"""By run, the executions of the other run that an execution was compared with."""
 
 
 def partners_of(matches: Sequence[OpMatch]) -> Partners:

@@ -32,8 +32,8 @@ from amanda.tools.libraries import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-# Bytes of tensors that are kept of a run.
 MAX_BYTES = 8 << 30
+"""Bytes of tensors that are kept of a run."""
 
 
 _logger = logging.getLogger("amanda")
@@ -197,8 +197,8 @@ def _arrays(value: Any) -> list[NDArray[Any]]:
 
 
 Control = Literal["again", "float64", "auto"]
-# Frameworks whose functions start from the same state each time.
 _RESTORABLE = frozenset({"pytorch", "onnxruntime"})
+"""Frameworks whose functions start from the same state each time."""
 
 
 class RecordedRuns:

@@ -160,9 +160,8 @@ class Entry(NamedTuple):
         return made_of(cls, fields)
 
 
-# Stands for the summary of an entry whose summary is raw.
-# An empty file in a folder that lacks what could not be written, and the reason why a tensor is left out.
 UNMEASURED = Summary(Statistics(), ())
+"""Stands for the summary of an entry whose summary is raw."""
 
 
 class RawEntry(NamedTuple):
@@ -200,6 +199,7 @@ def op_from_dict(value: Mapping[str, Any]) -> Op:
 
 INDEX, NAME, VERSION = "index.json", "dump", 1
 INCOMPLETE, FAILED = ".incomplete", "a failed write"
+"""An empty file in a folder that lacks what could not be written, and the reason why a tensor is left out."""
 _TENSORS = re.compile(r"tensors-\d{5,}\.(safetensors|npz)", re.ASCII)
 _MAX_OPEN_FILES = 4
 

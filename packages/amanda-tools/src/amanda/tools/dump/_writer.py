@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 
     from amanda import Report
 
-# Numbers in a sample.
 SAMPLE_SIZE = 32
+"""Numbers in a sample."""
 
 
 def summarize(tensors: Sequence[Any]) -> list[tuple[Sequence[float], NDArray[Any]]]:
@@ -82,8 +82,8 @@ def _sample_positions(size: int) -> NDArray[np.int64]:
 
 logger = logging.getLogger("amanda")
 
-# Bytes of tensors that wait to be written into one file.
 SHARD = 64 << 20
+"""Bytes of tensors that wait to be written into one file."""
 # Least seconds between two writings, and how many times as long as a writing took.
 _INTERVAL, _INTERVAL_RATIO = 2.0, 20.0
 # Of all writers, since one that has a lock of its own could not be copied before its first scope.

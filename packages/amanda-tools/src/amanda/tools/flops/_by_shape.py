@@ -14,12 +14,12 @@ from amanda.tools.flops._table import CONTRACTIONS
 from amanda.tools.flops._tangents import TANGENT, has_tangents, tangent_op_cost
 from amanda.tools.kit import leaves
 
-# Shapes of one op that are counted apart before their costs are computed.
 MAX_SHAPES = 1024
-# Costs that are remembered, of all ops together.
+"""Shapes of one op that are counted apart before their costs are computed."""
 MAX_COSTS = 16 * MAX_SHAPES
-# The phase of what a framework runs again in the backward pass, as a checkpoint does.
+"""Costs that are remembered, of all ops together."""
 RECOMPUTATION = "recomputation"
+"""The phase of what a framework runs again in the backward pass, as a checkpoint does."""
 
 
 class ShapedContext(dict[str, Any]):

@@ -125,8 +125,8 @@ def _storage(tensor: Any) -> int | None:
         return None
 
 
-# Convolutions of real numbers by which torch computes one of complex numbers.
 _PRODUCTS_OF_COMPLEX_CONVOLUTION = 3
+"""Convolutions of real numbers by which torch computes one of complex numbers."""
 
 
 def _backward_macs(context: amanda.OpContext) -> int:
@@ -190,14 +190,14 @@ def _macs_of_recurrent_layer(context: amanda.OpContext) -> int | None:
     return int(steps * batch * macs_per_row + state_macs)
 
 
-# Of an LSTM.
 _GATES = 4
+"""Of an LSTM."""
 
-# Of ops that move tensors between processes, which cost bytes alone.
 LIBRARIES = ("c10d::", "_c10d_functional", "fsdp::")
+"""Of ops that move tensors between processes, which cost bytes alone."""
 
-# Types whose formulas read nested tensors, which have no shape, themselves.
 OF_NESTED = ("_transformer_encoder_layer_fwd",)
+"""Types whose formulas read nested tensors, which have no shape, themselves."""
 
 
 def formula_of(names: tuple[str, str]) -> Formula | None:

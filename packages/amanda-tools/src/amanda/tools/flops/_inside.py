@@ -28,11 +28,11 @@ _REQUIRED = RequiredNames(
     "torch.utils._pytree:tree_leaves", "torch.utils._pytree:tree_map_only",
 )  # fmt: skip
 
-# Of operators that visit each element once.
 _TAGS = frozenset({"Tag.pointwise", "Tag.reduction"})
+"""Of operators that visit each element once."""
 
-# Name of a node that computes the gradient of a whole region of TorchScript.
 COMPILED = "CppFunction"
+"""Name of a node that computes the gradient of a whole region of TorchScript."""
 
 
 @dataclass
@@ -237,18 +237,18 @@ def _formula_of_kernel(name: str, formulas: Mapping[str, Formula]) -> Formula | 
     return next((formulas[word] for word in words if word in ELEMENTWISE), None)
 
 
-# Nodes of TorchScript that make values of values, and run blocks.
 _NODES_OF_VALUES = frozenset(f"prim::{name}" for name in """
     BroadcastSizes CallFunction CallMethod Constant DictConstruct GetAttr If ListConstruct ListUnpack Loop
     NumToTensor RaiseException TupleConstruct TupleIndex TupleSlice TupleUnpack Uninitialized Closure
     abs device dtype id isinstance layout max min ndim rangelist requires_grad shape unchecked_cast
     unchecked_unwrap_optional is_cuda is_meta is_nested is_sparse is_quantized
     """.split())  # fmt: skip
-# Operators of TorchScript alone that read no data of tensors.
+"""Nodes of TorchScript that make values of values, and run blocks."""
 _READERS_OF_METADATA = frozenset(
     "aten::__is__ aten::__isnot__ aten::dim aten::is_contiguous aten::is_floating_point aten::len "
     "aten::numel aten::size aten::stride".split()
 )
+"""Operators of TorchScript alone that read no data of tensors."""
 _CONTAINERS = ("prim::ListConstruct", "prim::DictConstruct")
 
 

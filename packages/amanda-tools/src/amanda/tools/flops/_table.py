@@ -22,7 +22,6 @@ from amanda.tools.mapping import (
     torch_word,
 )
 
-# Names of ops that compute nothing and write their result into other memory.
 COPIES = frozenset("""
     adjoint allclose alpha_dropout arange argsort argwhere as_strided as_strided_scatter atleast_1d
     atleast_2d atleast_3d bernoulli block_diag broadcast_tensors broadcast_to bucketize cartesian_prod cat
@@ -57,8 +56,8 @@ COPIES = frozenset("""
     SplitV StatelessRandomNormalV2 StatelessRandomUniformV2 StringNormalizer TensorListStack TensorScatter
     TensorScatterUpdate Trilu TruncatedNormal Unique Upsample ZerosLike
     """.split())  # fmt: skip
+"""Names of ops that compute nothing and write their result into other memory."""
 
-# Names of ops that compute nothing.
 MOVES = COPIES | frozenset("""
     alias detach empty empty_like identity item movedim new_empty pin_memory reshape squeeze unsqueeze
     variable view _nested_get_values _nested_view_from_buffer _nested_view_from_jagged
@@ -73,12 +72,13 @@ MOVES = COPIES | frozenset("""
     TensorListPopBack TensorListPushBack TensorListReserve TensorListSetItem VarHandleOp Variable VariableV2
     VarIsInitializedOp Where While
     """.split())  # fmt: skip
+"""Names of ops that compute nothing."""
 
 _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
 # Attention has gradients of another cost than its forward pass, and a formula of its own.
-# Words of ops each of whose gradients takes as many multiply-accumulates as the op itself.
 CONTRACTIONS = frozenset([*PRODUCTS, *_RECURRENT]) - {"scaled_dot_product_attention"}
+"""Words of ops each of whose gradients takes as many multiply-accumulates as the op itself."""
 
 _PRODUCT_NODE = re.compile(r"(addmm|baddbmm|addmv|matmul|mm|bmm|mv|dot)backward\d*", re.IGNORECASE)
 
@@ -145,8 +145,8 @@ _ELEMENTWISE = {
     ),
 }  # fmt: skip
 
-# Names of ops each of whose gradients takes one operation for each element, or none.
 ELEMENTWISE = frozenset(_ELEMENTWISE)
+"""Names of ops each of whose gradients takes one operation for each element, or none."""
 
 BY_SHAPES_ALONE = (
     frozenset(name for name, formula in _ELEMENTWISE.items() if formula not in (of.batch_norm, of.pooling))
@@ -174,7 +174,6 @@ _FOREACH = """
     round rsqrt sign sqrt sub zero
 """.split()
 
-# Formula by name.
 FORMULAS: dict[str, Formula] = {
     **_ELEMENTWISE,
     **table(
@@ -262,9 +261,10 @@ FORMULAS: dict[str, Formula] = {
         (of.grid_sampling(3), "grid_sampler_3d grid_sampler_3d_backward"),
     ),
 }  # fmt: skip
+"""Formula by name."""
 
-# Words of ops that in place change how a tensor is read, and nothing in memory.
 _RESHAPED = frozenset({"transpose", "permute", "resize", "as_strided"})
+"""Words of ops that in place change how a tensor is read, and nothing in memory."""
 
 
 def count_bytes(names: tuple[str, str], inputs: Sequence[int], outputs: Sequence[int], in_place: bool) -> int:

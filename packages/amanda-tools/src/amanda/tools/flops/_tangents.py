@@ -18,16 +18,16 @@ from amanda.tools.flops._cost import Cost, OpCost, shape_of, size
 from amanda.tools.flops._table import CONTRACTIONS, ELEMENTWISE, MOVES, bytes_of, factors_of_node
 from amanda.tools.mapping import PRODUCTS
 
-# The phase of what forward-mode derivatives compute beside an op.
 TANGENT = "tangent"
+"""The phase of what forward-mode derivatives compute beside an op."""
 
 Levels = frozenset[int]
-# The components of a value, by levels: the sizes of batches, by axis.  The value itself has no level.
 BatchesByLevels = Mapping[Levels, Mapping[int, int]]
+"""The components of a value, by levels: the sizes of batches, by axis.  The value itself has no level."""
 
 _ATTENTION = "scaled_dot_product_attention"
-# Ops that are linear in their one tensor, so that a tangent takes what the op takes.
 _LINEAR = re.compile(r"_?fft_.*")
+"""Ops that are linear in their one tensor, so that a tangent takes what the op takes."""
 
 
 def has_tangents(shapes: Any) -> bool:

@@ -52,10 +52,10 @@ from amanda.tools.select import SelectOptions, select
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-# The cost of an op whose shapes are not known at analysis.
 _COST_AT_EXECUTION: Any = object()
-# Types of backward ops that cost by shapes, besides those of products.
+"""The cost of an op whose shapes are not known at analysis."""
 _TYPES_BY_ELEMENTS = ELEMENTWISE | NO_WORK | {"scaled_dot_product_attention"}
+"""Types of backward ops that cost by shapes, besides those of products."""
 
 _Counts = ShapeCounts | AnyShapeCount
 

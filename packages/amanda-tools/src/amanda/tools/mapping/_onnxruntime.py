@@ -31,10 +31,10 @@ _LOWERED = (
     "Sqrt Squeeze Sub Tan Tanh Tile TopK Unsqueeze Where"
 )
 
-# ONNX' type to the vocabulary's word, where there is one that does not depend on ranks.
 WORDS = {name: word for word, names in _NODE_TYPES_BY_WORD.items() for name in names.split()} | {
     name: name.lower() for name in _LOWERED.split()
 }
+"""ONNX' type to the vocabulary's word, where there is one that does not depend on ranks."""
 
 # The same of types whose word ends in the number of their spatial axes: "conv2d".
 SPATIAL_WORDS = {

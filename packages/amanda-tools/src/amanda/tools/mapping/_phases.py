@@ -24,8 +24,8 @@ _LAYER_CLASSES = frozenset(
 )  # fmt: skip
 _NAMES_WITH_PHASE = _CONSTRUCTOR_NAMES | {name for name, _ in _LAYER_CALLS}
 _INITIALIZER_MODULES = ("torch.nn.init", "keras.src.initializers", "tf_keras.src.initializers")
-# Number of autograd's task on a thread without a backward pass.
 _NO_TASK = -1
+"""Number of autograd's task on a thread without a backward pass."""
 
 
 def phase_of_frame(frame: FrameType) -> Literal["construction", "call"] | None:
