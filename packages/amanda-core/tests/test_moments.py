@@ -196,3 +196,11 @@ def test_arrays_that_are_not_finite_are_found() -> None:
     assert interceptor.nonfinite(()) == []
     with pytest.raises(TypeError, match="tuple"):
         interceptor.nonfinite([large])  # type: ignore[arg-type]
+
+
+def test_numbers_that_lie_anywhere_among_bytes_are_left_to_python() -> None:
+    values = struct.pack("3d", 1.0, 2.0, math.inf)
+    for start in range(1, 8):
+        shifted = memoryview(bytes(start) + values)[start:].cast("d")
+        assert interceptor.nonfinite((shifted,)) == [0]
+    assert interceptor.nonfinite((memoryview(values).cast("d"), array("d", [1.0]))) == [0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import threading
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -192,3 +193,74 @@ def test_an_error_of_a_node_is_raised(module: Any) -> None:
         gradients.receive(1, True)
     with pytest.raises(RuntimeError, match="no node"):
         gradients.send([1])
+
+
+@pytest.mark.skipif(not interceptor.NATIVE, reason=interceptor.REASON or "")
+def test_hooks_of_a_node_may_be_collected_for_as_their_end_is_heard() -> None:
+    ends: list[int] = []
+    for _ in range(3):
+        hooks, handle = interceptor.HookRegistrar.add(None, ends.append)
+        assert handle is hooks
+        _, other = interceptor.HookRegistrar.add(hooks, ends)
+        assert (handle.hook, other.hook, len(hooks)) == (ends.append, ends, 2)
+        handle.remove()
+        other.remove()
+        handle.remove()
+        assert not hooks
+        reference = weakref.ref(hooks, lambda _: ends.append(gc.collect()))
+        del hooks, handle, other, _
+        assert reference() is None
+    assert len(ends) == 3
+
+
+@pytest.mark.skipif(not interceptor.NATIVE, reason=interceptor.REASON or "")
+def test_chain_of_hooks_ends_without_recursion() -> None:
+    hook: Any = None
+    for _ in range(300_000):
+        hook, _ = interceptor.HookRegistrar.add(None, hook)
+    del hook, _
+
+
+@pytest.mark.skipif(not interceptor.NATIVE, reason=interceptor.REASON or "")
+def test_gradients_are_received_and_sent_while_a_collection_runs_passes() -> None:
+    class Leaf:
+        pass
+
+    class Node:
+        def __init__(self, number: int, next_functions: tuple[Any, ...] = ()) -> None:
+            self.number, self.next_functions = number, next_functions
+
+        def _sequence_nr(self) -> int:
+            return self.number
+
+    target = Node(7)
+    source, other = Node(1, tuple((target, place) for place in range(6))), Node(2, ((Node(9), 0),))
+    current: list[Any] = [source, 1]
+    waiting: list[int] = []
+
+    def run_passes(phase: str, _: Any) -> None:
+        if phase == "start" and waiting and not waiting.pop():
+            before = list(current)
+            for number in range(100, 120):
+                current[:] = [other, number]
+                gradients.send([5])
+            current[:] = before
+
+    gc.callbacks.append(run_passes)
+    threshold = gc.get_threshold()
+    try:
+        for collection in range(1, 8):
+            gradients = interceptor.SentGradients(lambda: current[0], lambda: current[1], Leaf)
+            current[:] = [source, 1]
+            for i in range(40):
+                gradients.send([1000 + i] * 6)
+            current[:] = [target, 1]
+            waiting[:] = [0, *[1] * collection]
+            gc.set_threshold(1)
+            received = gradients.receive(6, False)[1]
+            gc.set_threshold(*threshold)
+            waiting.clear()
+            assert all(list(each) in ([], list(range(1000, 1040))) for each in received)
+    finally:
+        gc.set_threshold(*threshold)
+        gc.callbacks.remove(run_passes)

@@ -1,5 +1,7 @@
 """The user's hooks of every kind, and what torch puts around modules and backward passes."""
 
+import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -179,3 +181,26 @@ def test_gradients_go_through_a_value_that_is_written_into_a_tensor_that_retains
     assert y.flatten().tolist() == [3.0] * 3
     assert x.grad is not None
     assert x.grad.tolist() == [[3.0] * 3]
+
+
+def ignore(*_: Any) -> None:
+    """Do nothing, as a hook that pickles."""
+
+
+def test_handle_of_a_hook_beside_the_driver_s_is_copied_and_pickled() -> None:
+    handles: list[Any] = []
+    x = torch.ones(3, requires_grad=True)
+    tool = amanda.Tool()
+    tool.add_inst_for_op(lambda op: op.insert_before_backward_op(ignore), backward=True)
+    with amanda.apply(tool):
+        y = x.exp()
+        node = y.grad_fn
+        assert node is not None
+        y.register_hook(lambda _: handles.append(node.register_prehook(ignore)))
+        for _ in range(2):
+            y.sum().backward(retain_graph=True)  # type: ignore[no-untyped-call]
+    handles.append(node.register_prehook(ignore))
+    for handle in handles:
+        for copied in (copy.copy(handle), copy.deepcopy(handle), pickle.loads(pickle.dumps(handle))):
+            assert type(copied) is type(handle)
+        handle.remove()

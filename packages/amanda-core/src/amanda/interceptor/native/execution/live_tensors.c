@@ -180,6 +180,11 @@ static Writes *writes_of(LiveTensors *self, PyObject *storage, uint64_t address)
     Writes *writes = map_get(&self->writes_by_storage, address);
     if (writes) return writes;
     PyObject *reference = PyWeakref_NewRef(storage, (PyObject *)self->ending);
+    writes = reference ? map_get(&self->writes_by_storage, address) : NULL; /* a collection may have noted it meanwhile */
+    if (writes) {
+        Py_DECREF(reference);
+        return writes;
+    }
     writes = reference ? PyMem_Calloc(1, sizeof *writes) : NULL;
     if (!writes || map_set(&self->address_by_reference, (uint64_t)(uintptr_t)reference, (void *)(uintptr_t)address) ||
         map_set(&self->writes_by_storage, address, writes)) {

@@ -3,6 +3,11 @@
 #include "pytorch/autograd.h"
 #include <structmember.h>
 
+#ifndef Py_TRASHCAN_BEGIN /* from CPython 3.14 on the interpreter does that for every type */
+#define Py_TRASHCAN_BEGIN(object, dealloc)
+#define Py_TRASHCAN_END
+#endif
+
 /* ---- hooks of a node that had none ---- */
 
 /* A dict of hooks, as the framework keeps one at a node, and the handle of its first hook: one object in place of an
@@ -28,11 +33,24 @@ static PyObject *hooks_remove(PyObject *self, PyObject *Py_UNUSED(none)) {
 }
 
 static void hooks_dealloc(NodeHooks *self) {
+    PyObject_GC_UnTrack(self); /* first: what hears of its end may collect garbage */
+    Py_TRASHCAN_BEGIN(self, hooks_dealloc) /* a hook may hold the hooks of another node, and so on */
     if (self->weak_references) PyObject_ClearWeakRefs((PyObject *)self);
     PyDict_Type.tp_dealloc((PyObject *)self);
+    Py_TRASHCAN_END
+}
+
+/* A copy has the framework's hooks, as the framework's handles copy them. */
+static PyObject *hooks_reduce(PyObject *self, PyObject *Py_UNUSED(none)) {
+    PyObject *hooks = PyDict_New();
+    int failed = !hooks || PyDict_Update(hooks, self) || (PyDict_Contains(hooks, key) == 1 && PyDict_DelItem(hooks, key));
+    PyObject *reduced = failed ? NULL : Py_BuildValue("O(O)", &PyODict_Type, hooks);
+    Py_XDECREF(hooks);
+    return reduced;
 }
 
 static PyMethodDef hooks_methods[] = {
+    {"__reduce__", hooks_reduce, METH_NOARGS, "Copy the hooks without the first one, as an OrderedDict."},
     {"remove", hooks_remove, METH_NOARGS, "Remove the first hook, if it is still there."}, {0}};
 
 static PyGetSetDef hooks_properties[] = {{"hook", hooks_hook, NULL, "The first hook; None once it is removed.", NULL}, {0}};

@@ -72,12 +72,17 @@ static int add_summand(Pass *pass, uint64_t key, int64_t index) {
 static PyObject *summands_as_tuple(void *value) {
     const Summands *summands = many(value);
     int count = !value ? 0 : summands ? summands->count : 1;
+    /* A copy: to make the tuple may run Python, which may end the pass. */
+    int64_t *indices = PyMem_Malloc((size_t)(count + 1) * sizeof *indices);
+    if (!indices) return PyErr_NoMemory();
+    for (int i = 0; i < count; i++) indices[i] = summands ? summands->indices[i] : (int64_t)((uintptr_t)value >> 1);
     PyObject *tuple = PyTuple_New(count);
     for (int i = 0; tuple && i < count; i++) {
-        PyObject *index = PyLong_FromLongLong(summands ? summands->indices[i] : (long long)((uintptr_t)value >> 1));
+        PyObject *index = PyLong_FromLongLong(indices[i]);
         if (index) PyTuple_SET_ITEM(tuple, i, index);
         else Py_CLEAR(tuple);
     }
+    PyMem_Free(indices);
     return tuple;
 }
 
@@ -155,17 +160,22 @@ static PyObject *leaf_gradient(PyObject *op) {
     return gradient;
 }
 
-static PyObject *send_unsuspended(SentGradients *self, const BackwardOp *op, PyObject *indices) {
+static PyObject *send_unsuspended(SentGradients *self, const BackwardOp *op, PyObject *given) {
     if (!op->op) Py_RETURN_NONE;
-    Py_ssize_t count = PySequence_Fast_GET_SIZE(indices), sent = 0;
-    while (sent < count && !PyLong_Check(PySequence_Fast_GET_ITEM(indices, sent))) sent++;
+    PyObject *indices = PySequence_Tuple(given); /* a list may change, as Python runs below */
+    if (!indices) return NULL;
+    Py_ssize_t count = PyTuple_GET_SIZE(indices), sent = 0;
+    while (sent < count && !PyLong_Check(PyTuple_GET_ITEM(indices, sent))) sent++;
     PyObject *edges = sent < count && !op->is_leaf ? PyObject_GetAttrString(op->op, "next_functions") : PyTuple_New(0);
     int failed = !edges || !PyTuple_Check(edges);
     for (Py_ssize_t i = sent; !failed && i < count && i < PyTuple_GET_SIZE(edges); i++) {
-        PyObject *index = PySequence_Fast_GET_ITEM(indices, i);
-        if (PyLong_Check(index)) failed = send_along(self, op->pass, PyTuple_GET_ITEM(edges, i), PyLong_AsLongLong(index));
+        PyObject *index = PyTuple_GET_ITEM(indices, i);
+        long long number = PyLong_Check(index) ? PyLong_AsLongLong(index) : 0;
+        failed = PyErr_Occurred() != NULL;
+        if (!failed && PyLong_Check(index)) failed = send_along(self, op->pass, PyTuple_GET_ITEM(edges, i), number);
     }
     Py_XDECREF(edges);
+    Py_DECREF(indices);
     if (failed) return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_TypeError, "the next of an op are not a tuple of pairs");
     return op->is_leaf ? leaf_gradient(op->op) : Py_NewRef(Py_None);
 }

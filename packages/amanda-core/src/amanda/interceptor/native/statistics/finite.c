@@ -108,7 +108,7 @@ static int get_memory(PyObject *array, Py_buffer *view, Memory *memory) {
     int64_t exponent = view->format ? exponent_of(view->format) : 0;
     int width = exponent == 0x7c00 ? 2 : exponent == 0x7f800000 ? 4 : 8;
     *memory = (Memory){.at = view->buf, .count = exponent ? view->len / width : 0, .width = width, .exponent = (uint64_t)exponent};
-    return exponent >= 0;
+    return exponent >= 0 && (!memory->count || !((uintptr_t)view->buf % (uintptr_t)width)); /* a view of bytes may begin anywhere */
 }
 
 static PyObject *positions_of(const char *flags, Py_ssize_t count) {

@@ -263,7 +263,8 @@ static PyObject *moments_add(Moments *self, PyObject *numbers) {
         PyErr_Clear(); /* no memory, no such element type, or no array in one piece */
         Py_RETURN_FALSE;
     }
-    int floating = view.format && (!strcmp(view.format, "f") || !strcmp(view.format, "d"));
+    int floating = view.format && (!strcmp(view.format, "f") || !strcmp(view.format, "d")) &&
+                   (!view.len || !((uintptr_t)view.buf % (uintptr_t)view.itemsize)); /* a view of bytes may begin anywhere */
     int failed = floating && view.len && add_numbers(self, view.buf, view.itemsize == sizeof(float), view.len / view.itemsize);
     PyBuffer_Release(&view);
     return failed ? NULL : PyBool_FromLong(floating);
@@ -370,6 +371,7 @@ static int get_view(PyObject *array, Py_ssize_t length, Py_buffer *view) {
         return 0;
     }
     int fits = view->format && view->format[0] && !view->format[1] && (is_floating(view) || !widen(NULL, *view->format, 0, &unused));
+    fits = fits && (!view->len || !((uintptr_t)view->buf % (uintptr_t)view->itemsize)); /* a view of bytes may begin anywhere */
     if (fits && (length < 0 || length == numbers_in(view))) return 1;
     PyBuffer_Release(view);
     return 0;
