@@ -302,19 +302,23 @@ def of_peers(results: Results) -> Iterator[Figure]:
 
 def goal(tool: str, model: str) -> float:
     """Return the goal of a tool, or of a first step, in a model."""
-    return {**GOALS, "first step": FIRST_STEP}[tool][next(at for at, one in enumerate(SMALL) if one in model)]
+    return {**GOALS, "first step": FIRST_STEP}[tool][
+        next(place for place, name in enumerate(SMALL) if name in model)
+    ]
 
 
 def short_names(models: Results) -> str:
     """Return short names of models."""
-    return " / ".join(one for one in SMALL if any(one in model for model in models))
+    return " / ".join(name for name in SMALL if any(name in model for model in models))
 
 
 def figure_of_models(what: str, unit: str, each: Sequence[tuple[Estimate, float]]) -> Figure:
     """Return a figure of several values with a bound each."""
     wanted = " / ".join(f"{most:g}" for _, most in each)
-    measured = " / ".join(f"{one:.2f}" for one, _ in each)
-    return Figure(what, f"<= {wanted}{unit}", measured, " / ".join(verdict(one, most) for one, most in each))
+    measured = " / ".join(f"{ratio:.2f}" for ratio, _ in each)
+    return Figure(
+        what, f"<= {wanted}{unit}", measured, " / ".join(verdict(ratio, most) for ratio, most in each)
+    )
 
 
 def of_compiled(results: Results) -> Iterator[Figure]:

@@ -79,7 +79,7 @@ def quantized(model: nn.Module) -> nn.Module:
     As in the quantize tool, weights have a scale for each channel, and inputs one for each execution.
     """
     model = copy.deepcopy(model)
-    for layer in [one for one in model.modules() if isinstance(one, WEIGHTED)]:
+    for layer in [module for module in model.modules() if isinstance(module, WEIGHTED)]:
         register_parametrization(layer, "weight", default_per_channel_weight_fake_quant(ch_axis=0))
         inputs = default_dynamic_fake_quant()
         layer.register_forward_pre_hook(lambda _, given, inputs=inputs: (inputs(given[0]), *given[1:]))

@@ -56,7 +56,7 @@ def costs(peers: Results) -> str:
         }
         for model, tools in peers["first"].items():
             if model.startswith(title[:4]):
-                largest = max(ratio(one, "first") for one in tools.values())
+                largest = max(ratio(times, "first") for times in tools.values())
                 columns[title]["first step, the largest of all tools"] = f"{largest:.1f}"
     return grid(columns)
 

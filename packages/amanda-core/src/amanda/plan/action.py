@@ -84,7 +84,10 @@ class ActionType(enum.Enum):
 # Shared by all actions without keyword arguments, so nothing may be added to it.
 NO_KWARGS: Mapping[str, Any] = MappingProxyType({})
 # Native code does not call these: they would not see a parameter `recomputed`.
-_WITH_RECOMPUTED = (interceptor.ShapeCounter, interceptor.ClockObserver, interceptor.StorageObserver)
+_WITH_RECOMPUTED = (
+    interceptor.ShapeCounter, interceptor.ClockObserver, interceptor.RepeatObserver,
+    interceptor.StorageObserver,
+)  # fmt: skip
 INSERT_BEFORE_OP = ActionType.INSERT_BEFORE_OP
 REPLACE_OP = ActionType.REPLACE_OP
 
@@ -170,10 +173,7 @@ class Action:
             routine = getattr(self.func, "recomputed", None)
             return None if routine is None else self._with_routine(routine, self.kwargs)
         if self.takes_recomputed:
-            func = self.func
-            if isinstance(func, interceptor.RepeatObserver):
-                func = getattr(func, "recomputed", func)
-            return self._with_routine(func, {**self.kwargs, "recomputed": True})
+            return self._with_routine(self.func, {**self.kwargs, "recomputed": True})
         # A checkpoint runs the same execution again: who counts or records would see it twice.  A routine
         # that changes a value has to change it again, since the backward pass reads what the recomputation
         # computes.

@@ -246,17 +246,17 @@ class RepeatObserver(interceptor.RepeatObserver):
 
     @property
     def recomputed(self) -> RepeatObserver:
-        """Return what native code serves in recomputations, which are counted apart."""
+        """Return the observer of recomputations, which are counted apart."""
         observer = type(self)(self._routine, self.records, self._after)
         observer.recomputes = True
         return observer
 
-    def __call__(self, *values: Any, recomputed: bool = False, **options: Any) -> None:
+    def __call__(self, *values: Any, **options: Any) -> None:
         with _recording(self.records.live):
-            self._routine(*values, recomputed=recomputed, **options)
+            self._routine(*values, recomputed=self.recomputes, **options)
 
 
-# A class of its own, as the signature decides whether an observer is called in recomputations.
+# A class of its own: it is not called in recomputations, and has no attribute `recomputed`.
 class BackwardRepeatObserver(interceptor.RepeatObserver):
     """`RepeatObserver` around a backward op: a repeated execution is one of the same forward execution.
 

@@ -112,7 +112,7 @@ class Hook(_NativeAlone):
 
 
 class HookRegistrar(_NativeAlone):
-    """What the framework calls to register a hook at a node: quick for a `Hook`.
+    """Callable by which the framework registers a hook at a node; quick for a `Hook`.
 
     Args:
         other: Called for any other hook; returns the node's hooks, and a handle.

@@ -48,8 +48,6 @@ typedef struct {
 
 static PyTypeObject Clock_Type;
 
-#define NUMBER_LIMIT (1 << 24)
-
 /* Converter of the number of an op, for PyArg_Parse. */
 static int read_number(PyObject *value, void *number) {
     long long given = PyLong_AsLongLong(value);

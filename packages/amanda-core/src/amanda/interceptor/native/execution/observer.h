@@ -23,6 +23,8 @@ typedef struct Observer {
     enum { ALL_VALUES, SELECTED_VALUES, NO_VALUES } reads; /* ALL: it serves no routine that selects some */
 } Observer;
 
+#define NUMBER_LIMIT (1 << 24) /* of ops on a clock or a tracker, whose tables have a row for each */
+
 /* The clock of time.perf_counter_ns. */
 static inline int64_t nanoseconds(void) {
 #if PY_VERSION_HEX >= 0x030D0000

@@ -4,7 +4,6 @@
 #include <string.h>
 #include <structmember.h>
 
-#define NUMBER_LIMIT (1 << 24)
 #define OLDER (-1) /* owner of what no observed op has allocated: parameters, inputs, older tensors */
 
 typedef struct {
@@ -37,7 +36,7 @@ typedef struct {
     char recording;
 } StorageTracker;
 
-/* What PyTorch's storage calls when it ends, by a weak reference that the tracker owns. */
+/* Callback of the weak reference to a storage, which the tracker owns; called when the storage ends. */
 typedef struct {
     PyObject_HEAD
     StorageTracker *tracker; /* borrowed; NULL: the tracker has ended, or has forgotten the storage */
