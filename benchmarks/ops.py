@@ -1,8 +1,8 @@
 """Added cost per op, forward, beside the means that people use today."""
 
+import itertools
 import time
 from collections.abc import Callable
-from timeit import timeit
 from typing import Any
 
 import torch
@@ -82,29 +82,30 @@ def variants(module: nn.Module | None, patch: MonkeyPatch) -> dict[str, Variant]
     return found if module is None else {**found, "module hooks": lambda: module_hooks(module)}
 
 
-def settle(call: Callable[[], Tensor]) -> None:
-    """Run an op, and its backward if it has one, until nothing new is met."""
-    for _ in range(2):
-        results = [call() for _ in range(SETTLING)]
-        if results[0].requires_grad:
-            torch.autograd.backward(results, [torch.ones_like(results[0])] * SETTLING)
+def nanoseconds(call: Callable[[], Tensor], calls: int, then_backward: bool = False) -> float:
+    """Return the processor time of one call, on average over `calls`.
 
-
-def nanoseconds(call: Callable[[], object], calls: int) -> float:
-    """Return the processor time of one call, on average over `calls`."""
-    return timeit(call, number=calls, timer=time.thread_time_ns) / calls
+    If asked for, a backward pass from the last result follows, after the time was taken.
+    """
+    start = time.thread_time_ns()
+    for _ in itertools.repeat(None, calls):
+        result = call()
+    taken = time.thread_time_ns() - start
+    if then_backward and result.requires_grad:
+        result.backward(torch.ones_like(result))  # type: ignore[no-untyped-call]
+    return taken / calls
 
 
 def per_op(program: Callable[[], Tensor], under: dict[str, Variant], seconds: float = 6) -> Times:
     """Return the nanoseconds of a program under each variant, once a round."""
-    calls: dict[str, int] = {}
+    calls = dict.fromkeys(under, SETTLING)
 
     def measure(name: str) -> float:
-        if name not in calls:
-            settle(program)
-            calls[name] = 50 if QUICK else max(200, int(BLOCK * 1e9 / nanoseconds(program, SETTLING)))
-        nanoseconds(program, SETTLING)
-        return nanoseconds(program, calls[name])
+        # From one line, since an op's id tells apart the ways to it: what is timed is what has settled.
+        for count, then_backward in [(1, True)] * SETTLING + [(SETTLING, False), (calls[name], False)]:
+            taken = nanoseconds(program, count, then_backward)
+        calls[name] = 50 if QUICK else max(200, int(BLOCK * 1e9 / taken))
+        return taken
 
     return interleaved(under, measure, seconds, most=60)
 
