@@ -5,10 +5,12 @@ Keras' `fit` has the tools alone.  fvcore and TorchLens look at one forward pass
 
 import copy
 import functools
+import importlib
 import multiprocessing
+import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -82,24 +84,38 @@ def first_steps(step: Step) -> dict[str, Times]:
 
     Each is of a process of its own, a fork of this one, in which Amanda has seen no op yet.
     """
-    fork, found = multiprocessing.get_context("fork"), {}
+    found: dict[str, Times] = {}
+    for repetition in range(FIRST + 1):
+        for name, scope in {AGAIN: nullcontext, **scopes(TOOLS)}.items():
+            seconds_by_part, modules = first_step(step, scope)
+            if repetition == 0:  # tells what is imported
+                for module in modules:
+                    with suppress(ImportError):
+                        importlib.import_module(module)
+                continue
+            times = found.setdefault(name, {BARE: [], "first": []})
+            for values, value in zip(times.values(), seconds_by_part, strict=True):
+                values.append(value)
+    return found
 
-    def child(results: Any, scope: Variant) -> None:
+
+def first_step(step: Step, scope: Variant) -> tuple[tuple[float, float], list[str]]:
+    """Return processor seconds of a bare step and of the first in a scope, in a fork; and its modules."""
+    fork = multiprocessing.get_context("fork")
+    receiver, sender = fork.Pipe(duplex=False)
+
+    def child() -> None:
         bare = median(seconds(step) for _ in range(9))  # the first ones copy memory that the fork shares
         with scope():
-            results.send((bare, seconds(step)))
+            sender.send(((bare, seconds(step)), list(sys.modules)))
 
-    for _ in range(FIRST):
-        for name, scope in {AGAIN: nullcontext, **scopes(TOOLS)}.items():
-            receiver, sender = fork.Pipe(duplex=False)
-            process = fork.Process(target=child, args=(sender, scope))
-            process.start()
-            sender.close()  # so that a process that ends early is noticed
-            times = found.setdefault(name, {BARE: [], "first": []})
-            for values, value in zip(times.values(), receiver.recv(), strict=True):
-                values.append(value)
-            process.join()
-    return found
+    process = fork.Process(target=child)
+    process.start()
+    sender.close()  # so that a process that ends early is noticed
+    try:
+        return receiver.recv()  # type: ignore[no-any-return]
+    finally:
+        process.join()
 
 
 def fit() -> Times:
