@@ -68,6 +68,7 @@ __all__ = [
     "Reader",
     "RepeatObserver",
     "Resumption",
+    "SavedTensors",
     "SentGradients",
     "ShapeCounter",
     "Site",
