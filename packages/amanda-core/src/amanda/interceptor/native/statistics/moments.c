@@ -175,9 +175,23 @@ typedef struct {
     double finite_numbers[BLOCK];
 } Scratch; /* on the stack: from the heap it would be value back to the system, and made anew, for each array */
 
+/* Whether all bits of a block are 0, as of the gradients of what has had no effect: a few words tell where not. */
+static int is_zero(const char *at, int width, int count) {
+    static const double zero;
+    return !memcmp(at, &zero, (size_t)width) && !memcmp(at, at + width, (size_t)width * (size_t)(count - 1));
+}
+
 static void add_block(Sums *sums, int64_t *counts, Scratch *scratch, const char *at, int is_float, int count, int bits,
                       int side) {
     Sums block = NONE;
+    if (is_zero(at, is_float ? sizeof(float) : sizeof(double), count)) {
+        block = (Sums){.count = count, .zeros = count};
+        merge(sums, &block);
+        if (!side) return;
+        if (counts) counts[side] += count;
+        else scratch->tables[0][side] += (uint32_t)count;
+        return;
+    }
     if (block_of(at, is_float, count, &block, scratch->bins, bits, side)) {
         count = copy_finite(at, is_float, count, scratch->finite_numbers, &block);
         Sums finite = NONE;
