@@ -99,15 +99,17 @@ static void merge(Sums *sums, const Sums *more) {
                        (double)(least < least_2 ? least : least_2), (double)(most > most_2 ? most : most_2),          \
                        0, 0, 0, (int64_t)(zeros + zeros_2)};                                                          \
         if (!side) return 0;                                                                                          \
-        const int shift = MANTISSA - bits, first = ((BIAS + LOWEST) << bits) - 1;                                     \
+        /* Places are clamped before they count from 1: so the compiler takes one instruction for each bound. */      \
+        const int shift = MANTISSA - bits, first = ((BIAS + LOWEST) << bits) - 1, last = first + side - 1;            \
         _Pragma("omp simd")                                                                                           \
         for (int i = 0; i < count; i++) {                                                                             \
             WORD word;                                                                                                \
             memcpy(&word, at + i, sizeof word);                                                                       \
             WORD magnitude = word & ~((WORD)1 << (8 * sizeof(WORD) - 1));                                             \
-            int32_t place = (int32_t)(magnitude >> shift) - first;                                                    \
-            place = (place < 0 ? 0 : place >= side ? side - 1 : place) + 1;                                           \
-            place = magnitude ? place : 0;                                                                            \
+            int32_t place = (int32_t)(magnitude >> shift);                                                            \
+            place = place > first ? place : first;                                                                    \
+            place = place < last ? place : last;                                                                      \
+            place = magnitude ? place - (first - 1) : 0;                                                              \
             bins[i] = side + (word == magnitude ? place : -place);                                                    \
         }                                                                                                             \
         return 0;                                                                                                     \
