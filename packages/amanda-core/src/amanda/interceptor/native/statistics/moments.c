@@ -214,9 +214,16 @@ static void add_block(Sums *sums, int64_t *counts, Scratch *scratch, const char 
         for (; i < count; i++) counts[bins[i]]++;
         return;
     }
-    for (; i + TABLES <= count; i += TABLES)
-        for (int table = 0; table < TABLES; table++) scratch->tables[table][bins[i + table]]++;
-    for (; i < count; i++) scratch->tables[0][bins[i]]++;
+    Table *tables = scratch->tables;
+    for (; i + TABLES <= count; i += TABLES) {
+        uint64_t pairs[TABLES / 2];
+        memcpy(pairs, bins + i, sizeof pairs);
+        for (int table = 0; table < TABLES; table += 2) {
+            tables[table][(uint32_t)pairs[table / 2]]++;
+            tables[table + 1][pairs[table / 2] >> 32]++;
+        }
+    }
+    for (; i < count; i++) tables[0][bins[i]]++;
 }
 
 /* counts: where each number is counted at once; NULL: in the tables of the scratch memory. */
