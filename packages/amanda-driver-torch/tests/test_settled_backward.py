@@ -157,7 +157,8 @@ def test_a_closed_scope_is_not_heard_of_at_a_known_op() -> None:
 
 
 @natively
-@pytest.mark.parametrize(("tool_class", "hook_count"), [(NanTool, 3), (TraceTool, 5)])  # without and with leaves
+# `TraceTool` has routines at the two leaves too.
+@pytest.mark.parametrize(("tool_class", "hook_count"), [(NanTool, 3), (TraceTool, 5)])
 def test_an_observer_that_is_idle_before_a_backward_op_takes_no_hook(
     tool_class: type[amanda.Tool], hook_count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
