@@ -63,6 +63,22 @@ def test_what_is_not_finite_is_counted_apart(kind: str) -> None:
 
 
 @KINDS
+@pytest.mark.parametrize("zero", [0.0, -0.0])
+@pytest.mark.parametrize("count", [1, 2, 4096, 5000, 40_000])
+def test_zeros_are_numbers_among_others(kind: str, zero: float, count: int) -> None:
+    moments = interceptor.Moments(0)
+    assert moments.add(array(kind, [zero] * count))
+    assert moments.numbers == (count, 0.0, 0.0, 0.0, 0.0, 0.0, 0, 0, 0, count)
+    assert moments.add(array(kind, [zero] * 4096 + [3.0] + [zero] * 4096 + [-1.0]))
+    total = count + 8194
+    squares = (3 - 2 / total) ** 2 + (1 + 2 / total) ** 2 + (total - 2) * (2 / total) ** 2
+    assert moments.numbers[:6] == pytest.approx((total, 2 / total, squares, 4.0, -1.0, 3.0))
+    assert moments.numbers[6:] == (0, 0, 0, total - 2)
+    counts = struct.unpack("261q", moments.counts or b"")
+    assert (counts[130], sum(counts)) == (total - 2, total)  # zero's bin is the one in the middle
+
+
+@KINDS
 @pytest.mark.parametrize("count", [*range(1, 40), 4095, 4097])
 def test_each_place_of_a_block_counts(kind: str, count: int) -> None:
     for place in {0, count // 4, count // 2, count - 1}:

@@ -184,6 +184,47 @@ def test_gradients_reach_the_next_ops_of_their_pass(module: Any) -> None:
 
 
 @BOTH
+def test_saved_values_are_read_of_the_ops_of_one_execution(module: Any) -> None:
+    packs: list[bool] = []
+    saved = module.SavedTensors(
+        "maker",
+        "next_functions",
+        "_sequence_nr",
+        lambda kind: ["saved", "freed", "other"],
+        lambda: bool(packs),
+    )
+
+    class Freed(Op):
+        saved = other = None
+
+        @property
+        def freed(self) -> Any:
+            raise RuntimeError("freed")
+
+    def make(number: int, *next_ops: Any) -> Any:
+        op = Freed(number, *[(next_op, 0) for next_op in next_ops])
+        op.saved, op.other = f"saved {number}", [number]
+        return op
+
+    older = make(4)
+    inner = make(6, older, None)
+    outer = make(7, older, inner, inner)
+    tensors = [SimpleNamespace(maker=maker) for maker in (inner, None, outer)]
+    assert saved.between(tensors, 5, 8) == ["saved 7", [7], "saved 6", [6]]
+    assert saved.between(tensors[:1], 0, 7) == ["saved 6", [6], "saved 4", [4]]
+    assert saved.between(tensors, 7, 7) == []
+    assert copy.deepcopy(saved).between(tensors[:2], 5, 8) == ["saved 6", [6]]
+    packs.append(True)
+    assert saved.between(tensors, 5, 8) == []
+    packs.clear()
+    with pytest.raises(AttributeError, match="maker"):
+        saved.between([object()], 5, 8)
+    outer.next_functions = (("no op", 0),)
+    with pytest.raises(AttributeError, match="_sequence_nr"):
+        saved.between(tensors, 5, 8)
+
+
+@BOTH
 def test_an_error_of_a_node_is_raised(module: Any) -> None:
     def fail() -> Any:
         raise RuntimeError("no node")

@@ -480,8 +480,35 @@ def checkpointed() -> None:
         torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False).sum().backward()
 
 
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x.exp())
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0] * 2
+
+
+def saved() -> None:
+    functional, lstm = torch.nn.functional, torch.nn.LSTM(4, 6, num_layers=2)
+    weight = torch.ones(4, 4, requires_grad=True)
+    for _ in range(4):
+        x = torch.randn(5, 3, 4).float() @ weight
+        y = functional.dropout(functional.layer_norm(x, (4,)).softmax(-1), 0.5)
+        a, _ = functional.max_pool1d(functional.gelu(y), 2, return_indices=True)
+        parts = torch.split(lstm(y)[0], [2, 4], dim=2)
+        with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved.clone(), lambda packed: packed):
+            z = parts[0].exp().sum() + functional.cross_entropy(x[0], torch.tensor([0, 1, 2]))
+        doubled = Doubled.apply(x)  # type: ignore[no-untyped-call]
+        total = z + parts[1].std() + a.sum() + (x.var(0) * doubled.sum().to(torch.float64)).sum()
+        total.backward()
+        del total, z, parts, doubled
+
+
 @pytest.mark.parametrize(
-    "program", [training(), in_place, resized, emptied_and_refilled, on_meta, checkpointed]
+    "program", [training(), in_place, resized, emptied_and_refilled, on_meta, checkpointed, saved]
 )
 def test_profile_tells_the_memory_that_it_tells_when_python_looks(
     program: Callable[[], None], monkeypatch: pytest.MonkeyPatch

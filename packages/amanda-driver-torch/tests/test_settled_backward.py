@@ -15,6 +15,7 @@ from amanda import interceptor
 from amanda.drivers.torch import TorchDriver
 from amanda.errors import MutationError, RoutineError
 from amanda.tools.nan import NanTool
+from amanda.tools.trace import TraceTool
 
 natively = pytest.mark.xfail(
     not interceptor.NATIVE, reason="never: only native code calls routines by itself", run=False
@@ -156,7 +157,11 @@ def test_a_closed_scope_is_not_heard_of_at_a_known_op() -> None:
 
 
 @natively
-def test_an_observer_that_is_idle_before_a_backward_op_takes_no_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+# `TraceTool` has routines at the two leaves too.
+@pytest.mark.parametrize(("tool_class", "hook_count"), [(NanTool, 3), (TraceTool, 5)])
+def test_an_observer_that_is_idle_before_a_backward_op_takes_no_hook(
+    tool_class: type[amanda.Tool], hook_count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from amanda.drivers.torch import _autograd
 
     hook_counts: list[int] = []
@@ -169,12 +174,12 @@ def test_an_observer_that_is_idle_before_a_backward_op_takes_no_hook(monkeypatch
     monkeypatch.setattr(_autograd._BackwardPass, "remove_hooks", removing)
     a, b = (torch.full((2,), value, requires_grad=True) for value in (3.0, 5.0))
     model = Product()
-    with amanda.apply(NanTool()):
+    with amanda.apply(tool_class()):
         for _ in range(4):
             model(a, b).exp().sum().backward()
         with PassingMode():  # Python calls both observers
             model(a, b).exp().sum().backward()
-    assert hook_counts[1:] == [3, 3, 3, 6]
+    assert hook_counts[1:] == [hook_count] * 3 + [2 * hook_count]
 
 
 @natively

@@ -166,22 +166,22 @@ class MomentsObserver(interceptor.MomentsObserver):
 class StorageObserver(interceptor.StorageObserver):
     """Observer that follows the storages of an op's values; native code does so without a call of Python.
 
-    One is inserted before an op and one after it; the one after it is also called where the op made backward
-    ops, which may have saved further tensors.
+    One is inserted before an op and one after it.
 
     Args:
         routine: Called with the values and the options of an execution that native code cannot follow.
         find_recomputed: Returns the observer that takes the place of this one in recomputations.
         tracker: `interceptor.StorageTracker`, which observers share.
         number: Number of the op, to which the tracker ascribes the storages of its outputs.
-        *before: Of the observer after an op: that before it.
+        *before: Of the observer after an op: that before it; and `interceptor.SavedTensors`, with which
+            native code follows what the op has saved for its backward ops.
     """
 
     __amanda_marks__ = frozenset({"observer"})
 
     def __init__(
         self, routine: Callable[..., None], find_recomputed: Callable[[], StorageObserver],
-        tracker: interceptor.StorageTracker, number: int, *before: StorageObserver,
+        tracker: interceptor.StorageTracker, number: int, *before: Any,
     ) -> None:  # fmt: skip
         super().__init__(tracker, number, *before)
         self._routine, self._find_recomputed = routine, find_recomputed

@@ -4,6 +4,7 @@ import weakref
 from array import array
 from collections import defaultdict, deque
 from collections.abc import Callable
+from contextlib import suppress
 from time import perf_counter_ns
 from typing import Any, NamedTuple
 
@@ -196,13 +197,59 @@ class StorageObserver:
     Args:
         tracker: Tracker of the storages.
         number: Number of the op, whose storages are those of its outputs that are not known yet.
-        before: Observer before an op, of the one after it, which native code also calls where the op has made
-            backward ops.
+        before: Observer before an op, of the one after it.
+        saved: Reader of what the op has saved for its backward ops; without it native code also calls the
+            observer where the op has made backward ops.
     """
 
-    def __init__(self, tracker: StorageTracker, number: int, before: "StorageObserver | None" = None) -> None:
+    def __init__(
+        self, tracker: StorageTracker, number: int, before: "StorageObserver | None" = None,
+        saved: "SavedTensors | None" = None,
+    ) -> None:  # fmt: skip
         self.before = before
 
     def take_number(self) -> int:
         """Return the number of the next backward op before the execution; -1 if Python has begun it."""
         return -1
+
+
+class SavedTensors:
+    """Reader of what backward ops have saved, by the names of their attributes.
+
+    Args:
+        maker: Attribute of a tensor: the op that made it, None for a leaf.
+        next: Attribute of an op: pairs of an op that it leads on to, or None, and more.
+        number: Attribute of an op: a method whose result grows with each op that is made on a thread.
+        attributes: Returns the names of a type's attributes that read what ops have saved, as a list.
+        is_packed: Returns whether hooks pack what ops save now, which is then not read.
+    """
+
+    def __init__(
+        self, maker: str, next: str, number: str, attributes: Callable[[type], list[str]],
+        is_packed: Callable[[], bool],
+    ) -> None:  # fmt: skip
+        self._maker, self._next, self._number = maker, next, number
+        self._attributes, self._is_packed = attributes, is_packed
+
+    def between(self, tensors: list[Any], first: int, end: int) -> list[Any]:
+        """Return what the ops that made some tensors have saved, and those behind these.
+
+        Args:
+            tensors: The tensors.
+            first: Least number of these ops; older ones belong to other executions.
+            end: Number after the greatest one.
+        """
+        if first == end or self._is_packed():
+            return []
+        saved_values, visited = [], set()
+        ops = [getattr(tensor, self._maker) for tensor in tensors]
+        while ops:
+            op = ops.pop()
+            if op is None or op in visited or not first <= getattr(op, self._number)() < end:
+                continue
+            visited.add(op)
+            for name in self._attributes(type(op)):
+                with suppress(RuntimeError):  # freed, or written into since
+                    saved_values.append(getattr(op, name))
+            ops += [next_op for next_op, *_ in getattr(op, self._next)]
+        return saved_values

@@ -38,7 +38,7 @@ int amanda_boot(void *names) {
                      execution_boot(names) || statistics_boot(names) || observer_boot(names) ||
                      storages_boot(names) || clock_boot(names) || records_boot(names) ||       /* execution */
                      add_type(names, "Reader", &Reader_Type) || graph_boot(names) || hooks_boot(names) ||
-                     sent_boot(names) ||                                                       /* pytorch */
+                     sent_boot(names) || saved_boot(names) ||                                  /* pytorch */
                      moments_boot(names) || finite_boot(names);                                /* statistics */
         if (failed) PyErr_Print();
         result = failed ? BOOT_FAILED : BOOTED;

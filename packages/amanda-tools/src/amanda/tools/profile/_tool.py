@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import sys
 from _thread import get_ident
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 import amanda
+from amanda import interceptor
 from amanda.action import StorageObserver
 from amanda.errors import OptionError
 from amanda.options import NonNegativeInt, PositiveInt, checked
@@ -44,6 +44,7 @@ class MeasuringFacts:
     gpu: the device of the op.  record_event: records an event in the queue of the device.
     storages_of: returns the memory of values.  storages_saved_since: returns the memory that a forward op
     saves for its backward pass, from the outputs and the result of `next_sequence_number` before the op.
+    saved_tensors: with which native code does the same.
     output_bytes: returns the bytes of outputs; where the end of tensors cannot be observed.
     untimed_reason: why an op that is not measured has no time; "" for an op that moves values.
     """
@@ -57,6 +58,7 @@ class MeasuringFacts:
     storages_of: Callable[[Iterable[Any]], list[Any]] | None = None
     storages_saved_since: Callable[[Iterable[Any], int], list[Any]] | None = None
     next_sequence_number: Callable[[], int] | None = None
+    saved_tensors: interceptor.SavedTensors | None = None
     output_bytes: Callable[[Iterable[Any]], int] | None = None
     untimed_reason: str = ""
 
@@ -69,7 +71,7 @@ def _pytorch_facts(context: amanda.OpContext) -> None:
     context["profile"] = MeasuringFacts(
         has_kernel_ranges=True, gpu=_gpu_of(context.get_inputs()), record_event=_record_event,
         storages_of=_storages_of, storages_saved_since=_storages_saved_since,
-        next_sequence_number=_next_sequence_number,
+        next_sequence_number=_next_sequence_number, saved_tensors=_SAVED_TENSORS,
     )  # fmt: skip
 
 
@@ -141,33 +143,27 @@ def _storages_saved_since(outputs: Iterable[Any], since: int) -> list[Any]:
     """
     import torch
 
-    next_number = _next_sequence_number()
-    has_made_nodes = next_number != since
-    packs_saved_tensors = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-    if not has_made_nodes or packs_saved_tensors:
-        return []
-    saved_values: list[Any] = []
-    visited: set[Any] = set()
     with torch._C.DisableTorchFunction():
-        nodes = [tensor.grad_fn for tensor in torch_tensors(outputs)]
-        while nodes:
-            node = nodes.pop()
-            # Older nodes belong to other ops.
-            if node is None or node in visited or not since <= node._sequence_nr() < next_number:
-                continue
-            visited.add(node)
-            node_class: Any = type(node)
-            for name in _saved_attributes(node_class):
-                with suppress(RuntimeError):  # freed, or written into since
-                    saved_values.append(getattr(node, name))
-            nodes += [next_node for next_node, _ in node.next_functions]
+        saved_values = _SAVED_TENSORS.between(torch_tensors(outputs), since, _next_sequence_number())
     return _storages_of(saved_values)
 
 
 @cache
-def _saved_attributes(kind: Any) -> Sequence[str]:
+def _saved_attributes(kind: Any) -> list[str]:
     # PyTorch's generated nodes have saved values under "_saved_", and those of tensors packed as well.
     return [name for name in vars(kind) if name.startswith("_saved_") and f"_raw{name}" in vars(kind)]
+
+
+def _packs_saved_tensors() -> bool:
+    """Return True if hooks pack the tensors that nodes save now."""
+    import torch
+
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+_SAVED_TENSORS = interceptor.SavedTensors(
+    "grad_fn", "next_functions", "_sequence_nr", _saved_attributes, _packs_saved_tensors
+)
 
 
 _TYPES_WITHOUT_MEMORY = frozenset(
@@ -381,7 +377,8 @@ class ProfileTool(amanda.Tool):
             def find_recomputed() -> StorageObserver:
                 return observer_after(recorder.recomputation(profile))
 
-            return StorageObserver(follow_outputs, find_recomputed, recorder.storages, profile.index, before)
+            links = [before, facts.saved_tensors] if is_forward and facts.saved_tensors else [before]
+            return StorageObserver(follow_outputs, find_recomputed, recorder.storages, profile.index, *links)
 
         return before, observer_after(op_profile)
 

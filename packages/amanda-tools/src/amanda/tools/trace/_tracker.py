@@ -334,6 +334,10 @@ class ExecutionTracker:
     @amanda.observer
     def after_backward_op(self, *gradients: Any, program_op: ProgramOp) -> None:
         """Record gradients that leave a backward op, or accumulate at a leaf, and send them to next nodes."""
+        if isinstance(entered := program_op.records.current(), list):
+            # Native code took the execution for a repeated one, and left out the routine before the op.
+            program_op.records.end()
+            self.before_backward_op(*entered, program_op=program_op)
         execution = self._end(program_op)
         if execution is None:
             return

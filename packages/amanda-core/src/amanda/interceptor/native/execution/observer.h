@@ -7,6 +7,7 @@
 typedef struct {
     PyObject *const *items;
     Py_ssize_t count;
+    int is_alone; /* whether the routines before the op were idle, and left out */
 } OpInputs;
 
 typedef enum { OBSERVER_FAILED = -1, CALL_PYTHON, OBSERVED } Observation; /* FAILED: an exception is set */

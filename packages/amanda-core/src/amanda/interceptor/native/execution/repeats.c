@@ -279,36 +279,73 @@ static Record *backward_record(const Records *self, long long forward) {
     return self->accepts_any && self->count ? self->records[self->count - 1] : NULL;
 }
 
+static int has_all_records(const Records *self) {
+    return !self->live->busy && self->count && PyList_GET_SIZE(self->ops) == self->count;
+}
+
+/* Find the backward op that runs, and the record of which its execution is one more (new), whose summands are taken;
+   NULL: only Python can tell.  Returns -1 with an exception. */
+static int begin_repeat(const Records *self, SentGradients *gradients, Thread *thread, Py_ssize_t count, BackwardOp *op,
+                        Record **record) {
+    *op = (BackwardOp){0};
+    *record = NULL;
+    if (!has_all_records(self)) return 0;
+    if (find_backward_op(gradients, thread, op)) return -1;
+    if (has_all_records(self)) *record = (Record *)Py_XNewRef(backward_record(self, forward_of(self, op)));
+    if (*record) drop_gradients(gradients, op, count);
+    return 0;
+}
+
 static Observation observe_before_backward(Observer *observer, Thread *thread, const Reader *reader,
                                            PyObject *const *Py_UNUSED(values), Py_ssize_t count,
                                            const OpInputs *Py_UNUSED(op_inputs)) {
     Records *self = ((RepeatObserver *)observer)->records;
-    SentGradients *gradients = ((RepeatObserver *)observer)->gradients;
-    if (self->live->busy || !self->count || PyList_GET_SIZE(self->ops) != self->count) return CALL_PYTHON;
     BackwardOp op;
-    if (find_backward_op(gradients, thread, &op)) return OBSERVER_FAILED;
-    Record *record = PyList_GET_SIZE(self->ops) == self->count ? backward_record(self, forward_of(self, &op)) : NULL;
-    if (record) drop_gradients(gradients, &op, count);
+    Record *record;
+    int failed = begin_repeat(self, ((RepeatObserver *)observer)->gradients, thread, count, &op, &record);
     Py_XDECREF(op.op);
+    if (failed) return OBSERVER_FAILED;
     if (!record) return CALL_PYTHON;
-    Open open = {.thread = thread, .record = (Record *)Py_NewRef(record), .number = reader_clock(reader)};
+    Open open = {.thread = thread, .record = record, .number = reader_clock(reader)};
     if (!push_open(self, open)) return OBSERVED;
     PyErr_NoMemory();
     return OBSERVER_FAILED;
 }
 
+/* Whether every execution of the op is one more of a recorded one: the observer after the op then knows as much. */
+static int is_idle_repeat(const Observer *observer) {
+    const Records *self = ((const RepeatObserver *)observer)->records;
+    if (observer->observe != observe_before_backward || !has_all_records(self)) return 0;
+    Py_ssize_t known = 0;
+    for (int i = 0; i < self->count; i++) known += self->records[i]->forward >= 0; /* each of another execution */
+    return self->accepts_any || (self->forward && known && known >= PyList_GET_SIZE(self->forward->ops));
+}
+
+/* Begin an execution with the gradients that entered the op, by which Python makes up for the observer before the op. */
+static int begin_late(Records *self, Thread *thread, const OpInputs *entered) {
+    PyObject *gradients = PyList_New(entered->count);
+    for (Py_ssize_t i = 0; gradients && i < entered->count; i++)
+        PyList_SET_ITEM(gradients, i, Py_NewRef(entered->items[i]));
+    if (!gradients) return -1;
+    if (!push_open(self, (Open){.thread = thread, .execution = gradients})) return 0;
+    PyErr_NoMemory();
+    return -1;
+}
+
+static int hand_over_repeat(Observer *observer, Thread *thread, const Reader *Py_UNUSED(reader), const OpInputs *op_inputs) {
+    return op_inputs->is_alone ? begin_late(((RepeatObserver *)observer)->records, thread, op_inputs) : 0;
+}
+
 /* Count an execution, give the gradients that leave the op their indices, and send these on; -1: an exception. */
-static int repeat_backward(Records *self, SentGradients *gradients, Thread *thread, Record *record, const Leaves *leaves) {
-    BackwardOp op;
+static int repeat_backward(Records *self, SentGradients *gradients, Thread *thread, const BackwardOp *op, Record *record,
+                           const Leaves *leaves) {
     record->calls++;
     self->live->counted++;
     for (int i = 0; i < leaves->count; i++) {
         const Leaf *leaf = &leaves->items[i];
         if (leaf->has_position && live_set(self->live, leaf->value, leaf->index, leaf->root)) return -1;
     }
-    if (find_backward_op(gradients, thread, &op)) return -1;
-    PyObject *gradient = send_gradients(gradients, thread, &op, record->outputs);
-    Py_XDECREF(op.op);
+    PyObject *gradient = send_gradients(gradients, thread, op, record->outputs);
     int failed = !gradient;
     if (gradient && gradient != Py_None && PyTuple_GET_SIZE(record->written)) { /* each pass writes the gradient of a leaf */
         PyObject *item = PyTuple_GET_ITEM(record->written, 0);
@@ -319,26 +356,41 @@ static int repeat_backward(Records *self, SentGradients *gradients, Thread *thre
 }
 
 static Observation observe_after_backward(Observer *observer, Thread *thread, const Reader *reader, PyObject *const *values,
-                                          Py_ssize_t count, const OpInputs *Py_UNUSED(op_inputs)) {
+                                          Py_ssize_t count, const OpInputs *op_inputs) {
     Records *self = ((RepeatObserver *)observer)->records;
-    int position = innermost(self, thread);
-    if (position < 0 || self->open[position].execution || self->live->busy || !are_readable(reader, values, count))
-        return CALL_PYTHON;
-    Open open = pop_open(self, position);
+    SentGradients *gradients = ((RepeatObserver *)observer)->gradients;
+    int is_readable = !self->live->busy && are_readable(reader, values, count), failed = 0;
+    BackwardOp op = {0};
+    Open open = {.record = NULL};
+    if (op_inputs->is_alone) {
+        if (is_readable) failed = begin_repeat(self, gradients, thread, op_inputs->count, &op, &open.record);
+        if (!failed && !open.record) failed = begin_late(self, thread, op_inputs);
+    } else {
+        int position = is_readable ? innermost(self, thread) : -1;
+        if (position < 0 || self->open[position].execution) return CALL_PYTHON;
+        open = pop_open(self, position);
+        failed = find_backward_op(gradients, thread, &op);
+    }
     Leaves leaves = take_spare(self);
-    int failed = gather_all(&leaves, reader, values, count, open.record->outputs, open.record->output_roots);
-    if (failed) PyErr_NoMemory();
-    else failed = repeat_backward(self, ((RepeatObserver *)observer)->gradients, thread, open.record, &leaves);
+    if (!failed && open.record) {
+        failed = gather_all(&leaves, reader, values, count, open.record->outputs, open.record->output_roots);
+        if (failed) PyErr_NoMemory();
+        else failed = repeat_backward(self, gradients, thread, &op, open.record, &leaves);
+    }
+    Observation observation = failed ? OBSERVER_FAILED : open.record ? OBSERVED : CALL_PYTHON;
     release_leaves(self, &leaves);
     release_open(self, &open);
-    return failed ? OBSERVER_FAILED : OBSERVED;
+    Py_XDECREF(op.op);
+    return observation;
 }
 
 /* ---- for Python ---- */
 
 static PyObject *repeat_new(PyTypeObject *type, PyObject *Py_UNUSED(args), PyObject *Py_UNUSED(kwargs)) {
     RepeatObserver *self = (RepeatObserver *)type->tp_alloc(type, 0); /* subtypes take what they like */
-    if (self) self->base.observe = observe_before;
+    if (!self) return NULL;
+    self->base.observe = observe_before;
+    self->base.is_idle = is_idle_repeat;
     return (PyObject *)self;
 }
 
@@ -353,7 +405,10 @@ static int repeat_init(RepeatObserver *self, PyObject *args, PyObject *kwargs) {
     }
     Py_XSETREF(self->records, (Records *)Py_NewRef(records));
     Py_XSETREF(self->gradients, gradients == Py_None ? NULL : (SentGradients *)Py_NewRef(gradients));
-    if (self->gradients) self->base.observe = after ? observe_after_backward : observe_before_backward;
+    if (self->gradients) {
+        self->base.observe = after ? observe_after_backward : observe_before_backward;
+        self->base.hand_over = after ? hand_over_repeat : NULL;
+    }
     else self->base.observe = after ? observe_after : observe_before;
     return 0;
 }

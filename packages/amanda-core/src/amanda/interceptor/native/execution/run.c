@@ -462,7 +462,8 @@ PyObject *run_on_values(Program *program, const Reader *reader, PyObject *values
     if (is_python_due && !is_alone) return resume_on_values(ARGUMENTS, -1, NULL); /* as the hook before the op did */
     Thread *thread = thread_state();
     int gradients = reader_gradients(reader, thread), unread = is_python_due || count > VALUE_LIMIT;
-    const OpInputs op_inputs = {entered ? ((PyTupleObject *)entered)->ob_item : NULL, entered ? PyTuple_GET_SIZE(entered) : 0};
+    const OpInputs op_inputs = {entered ? ((PyTupleObject *)entered)->ob_item : NULL, entered ? PyTuple_GET_SIZE(entered) : 0,
+                                is_alone};
     for (Py_ssize_t i = 0; !unread && i < count; i++) {
         current.items[i] = PyTuple_GET_ITEM(values, i);
         unread = !reader_is_tensor(reader, current.items[i]) && !reader_is_plain(reader, current.items[i]);

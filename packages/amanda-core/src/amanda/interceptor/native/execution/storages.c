@@ -1,5 +1,6 @@
 /* Storages of tensors: how many bytes are alive, which op has allocated them, and the most at once. */
 #include "execution/observer.h"
+#include "execution/saved.h"
 #include "interception/table.h"
 #include <string.h>
 #include <structmember.h>
@@ -55,8 +56,9 @@ typedef struct StorageObserver {
     Observer base;
     StorageTracker *tracker; /* owned */
     struct StorageObserver *before; /* owned; the observer before the op; NULL: this one is */
-    int number;                     /* of the op */
-    Map number_by_thread;           /* the reader's clock before the execution under way on a thread, plus 1 */
+    SavedTensors *saved; /* owned; reads what the op has saved for its backward ops; NULL: Python does */
+    int number;          /* of the op */
+    Map number_by_thread; /* the reader's clock before the execution under way on a thread, plus 1 */
 } StorageObserver;
 
 static PyTypeObject StorageTracker_Type, Death_Type;
@@ -261,21 +263,45 @@ static Following follow_tensor(const StorageObserver *self, const Reader *reader
     return failed ? FOLLOW_FAILED : FOLLOWED;
 }
 
-/* Follow the storages of all tensors of a value.  An output that has backward ops is left: they may have saved others. */
-static Following follow_value(const StorageObserver *self, const Reader *reader, PyObject *value) {
+/* Follow the storages of all tensors of a value.  ops: gets the backward ops of outputs, which may have saved others; NULL:
+   none are looked for. */
+static Following follow_value(const StorageObserver *self, const Reader *reader, PyObject *value, BackwardOps *ops) {
     if (reader_is_tensor(reader, value)) {
         Following following = follow_tensor(self, reader, value);
-        int has_backward = following == FOLLOWED && self->before && reader_needs_gradient(reader, value) && !reader_is_leaf(reader, value);
-        return has_backward ? LEFT : following;
+        if (following != FOLLOWED || !ops || !reader_needs_gradient(reader, value) || reader_is_leaf(reader, value)) return following;
+        return !self->saved ? LEFT : add_maker(self->saved, value, ops) ? FOLLOW_FAILED : FOLLOWED;
     }
     if (!PyList_CheckExact(value) && !PyTuple_CheckExact(value)) return reader_is_plain(reader, value) ? FOLLOWED : LEFT;
     Following following = FOLLOWED;
     for (Py_ssize_t i = 0; following == FOLLOWED && i < PySequence_Fast_GET_SIZE(value); i++) {
         PyObject *item = Py_NewRef(PySequence_Fast_GET_ITEM(value, i)); /* a list may lose it */
-        following = PyList_Check(item) || PyTuple_Check(item) ? LEFT : follow_value(self, reader, item);
+        following = PyList_Check(item) || PyTuple_Check(item) ? LEFT : follow_value(self, reader, item, ops);
         Py_DECREF(item);
     }
     return following;
+}
+
+typedef struct {
+    const StorageObserver *observer;
+    const Reader *reader;
+    Following following;
+} SavedContext;
+
+static int follow_saved(PyObject *value, void *context) {
+    SavedContext *saved = context;
+    saved->following = follow_value(saved->observer, saved->reader, value, NULL);
+    return saved->following == FOLLOWED ? 0 : saved->following == LEFT ? 1 : -1;
+}
+
+/* Follow what the backward ops of the outputs have saved that the execution under way has made; they are released. */
+static Following follow_all_saved(const StorageObserver *self, Thread *thread, const Reader *reader, BackwardOps *ops, Following outputs) {
+    uint64_t key = (uint64_t)(uintptr_t)thread, next = (uint64_t)(uintptr_t)map_get(&self->before->number_by_thread, key);
+    if (outputs == FOLLOWED && !next) outputs = LEFT; /* Python has begun the execution */
+    SavedContext context = {self, reader, outputs};
+    int visited = visit_saved(self->saved, ops, next ? next - 1 : 0, outputs == FOLLOWED ? reader_clock(reader) : 0, follow_saved, &context);
+    if (visited < 0) return FOLLOW_FAILED;
+    if (context.following == FOLLOWED) map_remove(&self->before->number_by_thread, key);
+    return context.following;
 }
 
 static Observation observe_storages(Observer *observer, Thread *thread, const Reader *reader, PyObject *const *values,
@@ -285,8 +311,11 @@ static Observation observe_storages(Observer *observer, Thread *thread, const Re
     if (!self->before && map_set(&self->number_by_thread, (uint64_t)(uintptr_t)thread, (void *)(uintptr_t)(reader_clock(reader) + 1)))
         return CALL_PYTHON;
     Following following = FOLLOWED;
+    BackwardOps ops = {0};
     thread->suspensions++;
-    for (Py_ssize_t i = 0; following == FOLLOWED && i < count; i++) following = follow_value(self, reader, values[i]);
+    for (Py_ssize_t i = 0; following == FOLLOWED && i < count; i++)
+        following = follow_value(self, reader, values[i], self->before ? &ops : NULL);
+    if (ops.count) following = follow_all_saved(self, thread, reader, &ops, following);
     thread->suspensions--;
     return following == FOLLOWED ? OBSERVED : following == LEFT ? CALL_PYTHON : OBSERVER_FAILED;
 }
@@ -486,18 +515,21 @@ static PyObject *observer_new(PyTypeObject *type, PyObject *Py_UNUSED(args), PyO
 }
 
 static int observer_init(StorageObserver *self, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"tracker", "number", "before", NULL};
-    PyObject *tracker, *before = NULL;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!i|O!", names, &StorageTracker_Type, &tracker, &self->number, Py_TYPE(self), &before))
+    static char *names[] = {"tracker", "number", "before", "saved", NULL};
+    PyObject *tracker, *before = NULL, *saved = NULL;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!i|O!O!", names, &StorageTracker_Type, &tracker, &self->number, Py_TYPE(self),
+                                     &before, &SavedTensors_Type, &saved))
         return -1;
     Py_XSETREF(self->tracker, (StorageTracker *)Py_NewRef(tracker));
     Py_XSETREF(self->before, (StorageObserver *)Py_XNewRef(before));
+    Py_XSETREF(self->saved, (SavedTensors *)Py_XNewRef(saved));
     return 0;
 }
 
 static int observer_traverse(StorageObserver *self, visitproc visit, void *arg) {
     Py_VISIT(self->tracker);
     Py_VISIT(self->before);
+    Py_VISIT(self->saved);
     return 0;
 }
 
@@ -505,6 +537,7 @@ static void observer_dealloc(StorageObserver *self) {
     PyObject_GC_UnTrack(self);
     Py_CLEAR(self->tracker);
     Py_CLEAR(self->before);
+    Py_CLEAR(self->saved);
     map_clear(&self->number_by_thread);
     Py_TYPE(self)->tp_free(self);
 }
@@ -525,10 +558,10 @@ static PyTypeObject StorageObserver_Type = {
     .tp_basicsize = sizeof(StorageObserver),
     .tp_base = &Observer_Type,
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE,
-    .tp_doc = "StorageObserver(tracker, number, before=None): base of observers that follow the storages of an op's values.\n\n"
+    .tp_doc = "StorageObserver(tracker, number, [before, [saved]]): base of observers that follow the storages of an op's values.\n\n"
               "A subclass defines __call__(*values, **options), which native code calls where it cannot follow a value itself.\n"
-              "Without `before` the object is the routine before an op, with it the one after it, which is also called where\n"
-              "the op has made backward ops: these may have saved more.",
+              "Without `before` the object is the routine before an op, with it the one after it.  saved: SavedTensors, to follow\n"
+              "what the op has saved for its backward ops; without these the object is called where the op has made some.",
     .tp_new = observer_new,
     .tp_init = (initproc)observer_init,
     .tp_dealloc = (destructor)observer_dealloc,

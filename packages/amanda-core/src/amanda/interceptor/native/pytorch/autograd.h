@@ -6,5 +6,6 @@
 int graph_boot(PyObject *names);
 int hooks_boot(PyObject *names);
 int sent_boot(PyObject *names);
+int saved_boot(PyObject *names);
 
 #endif

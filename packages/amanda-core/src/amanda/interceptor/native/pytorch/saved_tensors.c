@@ -1,0 +1,185 @@
+/* Tensors that backward ops have saved, read by the names of the attributes of these ops. */
+#include "execution/saved.h"
+#include "interception/table.h"
+#include "pytorch/autograd.h"
+
+struct SavedTensors {
+    PyObject_HEAD
+    PyObject *maker, *next, *number;  /* owned; names */
+    PyObject *attributes, *is_packed; /* owned; functions */
+};
+
+/* ---- ops ---- */
+
+/* Put an op, which is taken over, on the stack of those to be searched; -1: an exception. */
+static int push_op(BackwardOps *ops, PyObject *op) {
+    if (!op) return -1;
+    if (op == Py_None) {
+        Py_DECREF(op);
+        return 0;
+    }
+    if (ops->count == ops->room) {
+        size_t room = ops->room ? ops->room * 2 : 8;
+        PyObject **grown = PyMem_Realloc(ops->ops, room * sizeof *grown);
+        if (!grown) {
+            Py_DECREF(op);
+            PyErr_NoMemory();
+            return -1;
+        }
+        ops->ops = grown;
+        ops->room = room;
+    }
+    ops->ops[ops->count++] = op;
+    return 0;
+}
+
+int add_maker(const SavedTensors *self, PyObject *tensor, BackwardOps *ops) {
+    disturb();
+    return push_op(ops, PyObject_GetAttr(tensor, self->maker));
+}
+
+/* Whether an op has a number in a range: ops before it belong to other executions.  -1: an exception. */
+static int is_between(const SavedTensors *self, PyObject *op, uint64_t first, uint64_t end) {
+    PyObject *answer = PyObject_CallMethodNoArgs(op, self->number);
+    uint64_t number = answer ? PyLong_AsUnsignedLongLong(answer) : 0;
+    Py_XDECREF(answer);
+    return PyErr_Occurred() ? -1 : first <= number && number < end;
+}
+
+static int visit_attributes(const SavedTensors *self, PyObject *op, SavedVisitor visit, void *context) {
+    PyObject *names = PyObject_CallOneArg(self->attributes, (PyObject *)Py_TYPE(op));
+    int result = names && PyList_Check(names) ? 0 : -1;
+    for (Py_ssize_t i = 0; !result && i < PyList_GET_SIZE(names); i++) {
+        PyObject *value = PyObject_GetAttr(op, PyList_GET_ITEM(names, i));
+        if (value) result = visit(value, context);
+        else if (PyErr_ExceptionMatches(PyExc_RuntimeError)) PyErr_Clear(); /* freed, or written into since */
+        else result = -1;
+        Py_XDECREF(value);
+    }
+    if (names && result == -1 && !PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "the attributes of an op are no list");
+    Py_XDECREF(names);
+    return result;
+}
+
+static int push_next(const SavedTensors *self, BackwardOps *ops, PyObject *op) {
+    PyObject *next = PyObject_GetAttr(op, self->next);
+    int failed = !next || !PyTuple_Check(next);
+    for (Py_ssize_t i = 0; !failed && i < PyTuple_GET_SIZE(next); i++) {
+        PyObject *pair = PyTuple_GET_ITEM(next, i);
+        if (PyTuple_Check(pair) && PyTuple_GET_SIZE(pair)) failed = push_op(ops, Py_NewRef(PyTuple_GET_ITEM(pair, 0)));
+    }
+    if (failed && !PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "the next of an op are not a tuple of pairs");
+    Py_XDECREF(next);
+    return failed;
+}
+
+/* Whether hooks pack what ops save now: to read it would run them.  -1: an exception. */
+static int is_packed(const SavedTensors *self) {
+    PyObject *answer = PyObject_CallNoArgs(self->is_packed);
+    int packed = answer ? PyObject_IsTrue(answer) : -1;
+    Py_XDECREF(answer);
+    return packed;
+}
+
+int visit_saved(const SavedTensors *self, BackwardOps *ops, uint64_t first, uint64_t end, SavedVisitor visit, void *context) {
+    Map visited = {0}; /* op -> the op, owned */
+    int packed = first < end ? is_packed(self) : 1, result = packed < 0 ? -1 : 0;
+    while (!result && ops->count) {
+        PyObject *op = ops->ops[--ops->count];
+        int is_due = packed || map_get(&visited, (uint64_t)(uintptr_t)op) ? 0 : is_between(self, op, first, end);
+        if (is_due > 0 && !map_set(&visited, (uint64_t)(uintptr_t)op, op)) {
+            result = visit_attributes(self, op, visit, context);
+            if (!result && push_next(self, ops, op)) result = -1;
+            continue;
+        }
+        Py_DECREF(op);
+        if (!is_due) continue;
+        if (is_due > 0) PyErr_NoMemory();
+        result = -1;
+    }
+    for (size_t i = 0; i < visited.size; i++) Py_XDECREF((PyObject *)visited.cells[i].value);
+    map_clear(&visited);
+    while (ops->count) Py_DECREF(ops->ops[--ops->count]);
+    PyMem_Free(ops->ops);
+    *ops = (BackwardOps){0};
+    return result;
+}
+
+/* ---- for Python ---- */
+
+static PyObject *saved_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"maker", "next", "number", "attributes", "is_packed", NULL};
+    PyObject *maker, *next, *number, *attributes, *packed;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "UUUOO", names, &maker, &next, &number, &attributes, &packed)) return NULL;
+    SavedTensors *self = (SavedTensors *)type->tp_alloc(type, 0);
+    if (!self) return NULL;
+    self->maker = Py_NewRef(maker);
+    self->next = Py_NewRef(next);
+    self->number = Py_NewRef(number);
+    self->attributes = Py_NewRef(attributes);
+    self->is_packed = Py_NewRef(packed);
+    return (PyObject *)self;
+}
+
+static int saved_traverse(SavedTensors *self, visitproc visit, void *arg) {
+    Py_VISIT(self->attributes);
+    Py_VISIT(self->is_packed);
+    return 0;
+}
+
+static void saved_dealloc(SavedTensors *self) {
+    PyObject_GC_UnTrack(self);
+    Py_CLEAR(self->maker);
+    Py_CLEAR(self->next);
+    Py_CLEAR(self->number);
+    Py_CLEAR(self->attributes);
+    Py_CLEAR(self->is_packed);
+    Py_TYPE(self)->tp_free(self);
+}
+
+static int append_value(PyObject *value, void *list) { return PyList_Append(list, value); }
+
+static PyObject *saved_between(SavedTensors *self, PyObject *args) {
+    PyObject *tensors;
+    unsigned long long first, end;
+    if (!PyArg_ParseTuple(args, "O!KK", &PyList_Type, &tensors, &first, &end)) return NULL;
+    PyObject *values = PyList_New(0);
+    BackwardOps ops = {0};
+    int failed = !values;
+    for (Py_ssize_t i = 0; !failed && i < PyList_GET_SIZE(tensors); i++) {
+        PyObject *tensor = Py_NewRef(PyList_GET_ITEM(tensors, i));
+        failed = add_maker(self, tensor, &ops);
+        Py_DECREF(tensor);
+    }
+    if (visit_saved(self, &ops, first, failed ? first : end, append_value, values) || failed) Py_CLEAR(values);
+    return values;
+}
+
+static PyObject *saved_reduce(SavedTensors *self, PyObject *Py_UNUSED(none)) {
+    return Py_BuildValue("O(OOOOO)", Py_TYPE(self), self->maker, self->next, self->number, self->attributes, self->is_packed);
+}
+
+static PyMethodDef saved_methods[] = {
+    {"__reduce__", (PyCFunction)saved_reduce, METH_NOARGS, "Copy the names and functions."},
+    {"between", (PyCFunction)saved_between, METH_VARARGS,
+     "between(tensors, first, end): return what the ops that made the tensors of a list have saved, and those behind these:\n"
+     "those with numbers from first to before end.  Empty where hooks pack saved tensors."},
+    {0}};
+
+PyTypeObject SavedTensors_Type = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "amanda.interceptor.SavedTensors",
+    .tp_basicsize = sizeof(SavedTensors),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .tp_doc = "SavedTensors(maker, next, number, attributes, is_packed): reads what backward ops have saved.\n\n"
+              "maker: attribute of a tensor: the op that made it, None for a leaf.\n"
+              "next, number: attributes of an op: a tuple of pairs, of a following op or None and more; a method whose result\n"
+              "grows with each op that is made on a thread.\n"
+              "attributes(type): return a list of the names of an op's attributes that read what it has saved.\n"
+              "is_packed(): return whether hooks pack what ops save now, which is then not read.",
+    .tp_new = saved_new,
+    .tp_dealloc = (destructor)saved_dealloc,
+    .tp_traverse = (traverseproc)saved_traverse,
+    .tp_methods = saved_methods,
+};
+
+int saved_boot(PyObject *names) { return add_type(names, "SavedTensors", &SavedTensors_Type); }
