@@ -34,28 +34,20 @@ def pending_plan(stack: ToolStack) -> PendingPlan[Plan]:
 
 def test_a_pending_plan_is_shared_while_one_thread_has_it_and_forgotten_after() -> None:
     pending_plans, stack = PendingPlans(), ToolStack([], None)
-    first = pending_plans.find_or_create("key", lambda: None, lambda: pending_plan(stack))
-    assert pending_plans.find_or_create("key", lambda: None, lambda: pending_plan(stack)) is first
+    first = pending_plans.add("key", pending_plan(stack))
+    assert pending_plans.find("key") is first
     del first
     gc.collect()
     assert not pending_plans._references
 
 
-def test_a_plan_that_is_known_is_shared_once_no_pending_plan_is_left() -> None:
-    pending_plans, stack = PendingPlans(), ToolStack([], None)
-    plan = pending_plan(stack).plan
-    assert pending_plans.find_or_create("key", lambda: plan, lambda: pending_plan(stack)) is plan
-    assert not pending_plans._references
-
-
 def test_a_pending_plan_that_dies_late_leaves_the_next_one() -> None:
     pending_plans, stack = PendingPlans(), ToolStack([], None)
-    old = pending_plans.find_or_create("key", lambda: None, lambda: pending_plan(stack))
-    reference = pending_plans._references["key"]
+    old = pending_plans.add("key", pending_plan(stack))
+    new = pending_plans.add("key", pending_plan(stack))
     del old
-    new = pending_plans.find_or_create("key", lambda: None, lambda: pending_plan(stack))
-    assert pending_plans._references["key"] is not reference
-    assert pending_plans._references["key"]() is new
+    gc.collect()
+    assert pending_plans.find("key") is new
 
 
 def test_nothing_is_noted_of_backward_ops_that_nobody_watches() -> None:

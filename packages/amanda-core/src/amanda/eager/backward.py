@@ -9,7 +9,7 @@ from amanda import interceptor
 from amanda.eager.program import program_on_values
 from amanda.errors import RoutineError
 from amanda.plan.action import Action, InstrumentationPoint, in_running_order
-from amanda.plan.analysis import PendingBackwardPlan, PendingPlan
+from amanda.plan.analysis import PendingBackwardPlan
 from amanda.plan.plan import Actions, Plan, single_replacement
 from amanda.plan.routine import NOT_CALLED, run_replacement, run_routine
 from amanda.plan.tools import depends_on
@@ -253,7 +253,9 @@ class BackwardStep:
         # A framework may run the op again within this pass; that run analyses nothing.
         self._due_analyses = []
         actions_before = [action for actions in self._actions for action in actions.before]
-        for action in in_running_order(actions_before, after=False):
+        if len(actions_before) > 1:
+            actions_before = in_running_order(actions_before, after=False)
+        for action in actions_before:
             grads = self._run_routine(action, grads)
         # AccumulateGrad takes over a gradient without a copy only if nobody else holds a reference to it.
         self._facts.grad_outputs = None
@@ -266,26 +268,21 @@ class BackwardStep:
         another thread has finished the analysis.
         """
         tools = _select_with_dependencies(due_tools, plan.stack.backward_tools)
-
-        def find_finished_actions() -> Actions | None:
-            return None if plan.tools_to_analyse(self.id, due_tools) else plan.backward.actions[self.id]
-
-        def create_pending() -> PendingBackwardPlan:
-            return PendingBackwardPlan(self._facts, plan, tools, ignore_earlier=not self._state.cache)
-
-        pending: PendingPlan[Actions] | Actions
+        pending_plans, facts = plan.stack.pending_plans, self._facts
         if self._state.cache:
             analysis_key: tuple[Any, ...] = plan, self.id
             if tools is not plan.stack.backward_tools:
                 # Passes with other tools open analyse the op for these alone.
                 analysis_key = *analysis_key, *(tool._amanda.number for tool in tools)
-            pending = plan.stack.pending_plans.find_or_create(
-                analysis_key, find_finished_actions, create_pending
-            )
+            with pending_plans.lock:
+                pending = pending_plans.find(analysis_key)
+                if pending is None:
+                    if not plan.tools_to_analyse(self.id, due_tools):
+                        return plan.backward.actions[self.id]  # another thread has finished the analysis
+                    pending = PendingBackwardPlan(facts, plan, tools, ignore_earlier=False)
+                    pending_plans.add(analysis_key, pending)
         else:
-            pending = create_pending()
-        if isinstance(pending, Actions):  # another thread has finished the analysis
-            return pending
+            pending = PendingBackwardPlan(facts, plan, tools, ignore_earlier=True)
         assert isinstance(pending, PendingBackwardPlan)
         pending.analyse(InstrumentationPoint.BEFORE_BACKWARD_OP, self._facts)
         self._pending.append((plan, pending))
@@ -301,7 +298,8 @@ class BackwardStep:
             grad_outputs: Gradients that entered the op, after `run_before`.
         """
         grads = list(grad_inputs)
-        replacement = single_replacement([actions.replace for actions in self._actions])
+        replacements = [actions.replace for actions in self._actions if actions.replace is not None]
+        replacement = single_replacement(replacements) if replacements else None
         if replacement is not None and self._is_open(replacement):
             grads = self._run_replacement(replacement, grads, list(grad_outputs))
         self._facts.grad_outputs, self._facts.grad_inputs = list(grad_outputs), list(grads)
