@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from amanda import interceptor
@@ -46,15 +47,15 @@ def _compile_hooks(ops: EagerDriver, trace: Trace, op: Any, place: int) -> Nativ
     # Hooks run around the kernel; a replacement's result has to be put in its place by Python.
     if any(actions.replace for actions in actions_by_stack):
         return None
-    facts = trace.facts.for_backward_op(op, backward_id, replaceable=True)
-    facts.drop_values()
     actions = Actions.merged(actions_by_stack)
     # The dict belongs to one execution, and these hooks are shared by all executions.
     if any(action.takes_run for action in actions.all):
         return None
-    continuation, reader = _PythonContinuation(ops, facts), ops.reader
-    program_before = program_on_values(actions.before, facts) if actions.before else None
-    program_after = program_on_values(actions.after, facts) if actions.after else None
+    # Made when an error or Python asks for them.  From the plan's facts, which keep no values.
+    find_facts = partial(trace.plan.chain[0].context._facts.for_backward_op, op, backward_id, True)
+    continuation, reader = _PythonContinuation(ops, find_facts), ops.reader
+    program_before = program_on_values(actions.before, find_facts) if actions.before else None
+    program_after = program_on_values(actions.after, find_facts) if actions.after else None
     if (actions.before and program_before is None) or (actions.after and program_after is None):
         return None  # too many values for native code
 
@@ -91,11 +92,11 @@ class NativeHooks(NamedTuple):
 class _PythonContinuation:
     """Continues a native hook's routines in Python, after a result that native code cannot put in place."""
 
-    __slots__ = ("_facts", "_ops")
+    __slots__ = ("_find_facts", "_ops")
 
-    def __init__(self, ops: EagerDriver, facts: OpFacts) -> None:
+    def __init__(self, ops: EagerDriver, find_facts: Callable[[], OpFacts]) -> None:
         self._ops = ops
-        self._facts = facts
+        self._find_facts = find_facts
 
     def __call__(
         self,
@@ -107,12 +108,13 @@ class _PythonContinuation:
         """Run the routines from the resumption's step on; return the gradients, or None if none changed."""
         step, returned = resumption.step, resumption.returned
         initial_grads = current_grads = list(grads)
+        facts = self._find_facts()
         with interceptor.Suspension(), self._ops.without_overrides():
             for i, action in enumerate(actions):
                 if i >= step:
                     result = returned if i == step else NOT_CALLED
                     current_grads = run_routine(
-                        self._ops, action, current_grads, self._facts, {}, False, (), result, shapes=shapes
+                        self._ops, action, current_grads, facts, {}, False, (), result, shapes=shapes
                     )
         return None if current_grads is initial_grads else tuple(current_grads)
 

@@ -452,8 +452,7 @@ class _StepHooks(QuickHooks):
         """Return the gradients for the node after the routines before it; None if none has changed."""
         with Suspension(), reading_context():
             grads = self._step.run_before(grad_outputs)
-        if torch.is_grad_enabled():
-            self._first_number = _sequence_number()
+        self._first_number = _sequence_number()
         return _tuple_if_changed(grad_outputs, grads)
 
     def after(self, grad_inputs: tuple[Any, ...], grad_outputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -470,7 +469,8 @@ class _StepHooks(QuickHooks):
 
     def _mark_second_order(self, grad_inputs: tuple[Any, ...]) -> None:
         """Mark the nodes that a node made under create_graph, if any, as backward ops of the same op."""
-        if not torch.is_grad_enabled() or (end := _sequence_number()) == self._first_number:
+        end = _sequence_number()
+        if end == self._first_number or not torch.is_grad_enabled():
             return
         trace = self._mark.trace.copy_for_double_backward(self._mark.shapes)
         start = self._first_number  # no routine before the op has made nodes that belong to it
