@@ -225,7 +225,7 @@ def _convert_argument(argument: Any, returned_alias_sets: Set[str] | None) -> Ar
 
 def _element_type(argument: Any) -> tuple[Any, bool, bool]:
     """Return the type of a schema's argument without lists and options, and whether it has each of these."""
-    element_type = argument.real_type if _HAS_REAL_TYPE else argument.type
+    element_type = getattr(argument, "real_type", None) or argument.type
     is_list = is_optional = False
     while (kind := element_type.kind()) in ("OptionalType", "ListType"):
         if kind == "ListType":
@@ -236,7 +236,6 @@ def _element_type(argument: Any) -> tuple[Any, bool, bool]:
     return element_type, is_list, is_optional
 
 
-_HAS_REAL_TYPE = hasattr(torch._C.Argument, "real_type")
 # Schemas state these defaults by number.
 _ENUMS: dict[str, tuple[Any, ...]] = {
     "ScalarType": (
