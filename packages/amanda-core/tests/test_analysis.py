@@ -4,7 +4,9 @@ import functools
 import gc
 import inspect
 import threading
+from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ import amanda
 from amanda.action import routine_name
 from amanda.interceptor.opid import FRAMEWORK, CodeRegistry
 from amanda.plan.action import Action, ActionType, InstrumentationPoint
-from amanda.plan.analysis import PendingPlan, PendingPlans
+from amanda.plan.analysis import OpAnalysis, PendingPlan, PendingPlans
 from amanda.plan.context import OpContext
 from amanda.plan.facts import OpFacts
 from amanda.plan.plan import Plan
@@ -34,28 +36,31 @@ def pending_plan(stack: ToolStack) -> PendingPlan[Plan]:
 
 def test_a_pending_plan_is_shared_while_one_thread_has_it_and_forgotten_after() -> None:
     pending_plans, stack = PendingPlans(), ToolStack([], None)
-    first = pending_plans.find_or_create("key", lambda: None, lambda: pending_plan(stack))
-    assert pending_plans.find_or_create("key", lambda: None, lambda: pending_plan(stack)) is first
+    first = pending_plans.add("key", pending_plan(stack))
+    assert pending_plans.find("key") is first
     del first
     gc.collect()
     assert not pending_plans._references
 
 
-def test_a_plan_that_is_known_is_shared_once_no_pending_plan_is_left() -> None:
-    pending_plans, stack = PendingPlans(), ToolStack([], None)
+def test_a_stored_plan_is_taken_where_no_thread_has_a_pending_one() -> None:
+    stack = ToolStack([], None)
     plan = pending_plan(stack).plan
-    assert pending_plans.find_or_create("key", lambda: plan, lambda: pending_plan(stack)) is plan
-    assert not pending_plans._references
+    stack.store_plan(7, "key", plan)
+    ops: Any = SimpleNamespace(without_overrides=nullcontext)
+    analysis = OpAnalysis(facts(), ops, stack, "key", cache=True)
+    assert analysis.plan is plan
+    assert not analysis.pending
+    assert OpAnalysis(facts(), ops, stack, "another key", cache=True).plan is not plan
 
 
 def test_a_pending_plan_that_dies_late_leaves_the_next_one() -> None:
     pending_plans, stack = PendingPlans(), ToolStack([], None)
-    old = pending_plans.find_or_create("key", lambda: None, lambda: pending_plan(stack))
-    reference = pending_plans._references["key"]
+    old = pending_plans.add("key", pending_plan(stack))
+    new = pending_plans.add("key", pending_plan(stack))
     del old
-    new = pending_plans.find_or_create("key", lambda: None, lambda: pending_plan(stack))
-    assert pending_plans._references["key"] is not reference
-    assert pending_plans._references["key"]() is new
+    gc.collect()
+    assert pending_plans.find("key") is new
 
 
 def test_nothing_is_noted_of_backward_ops_that_nobody_watches() -> None:

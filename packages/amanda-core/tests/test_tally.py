@@ -11,6 +11,8 @@ import amanda
 from amanda import interceptor
 from amanda.action import has_parameter, marks
 from amanda.interceptor import _fallback
+from amanda.plan.observers import ShapeTally
+from amanda.plan.tensors import BatchedShape
 
 KINDS = pytest.mark.parametrize("kind", [interceptor.ShapeCounter, _fallback.ShapeCounter])
 HUGE = 2**63
@@ -114,3 +116,9 @@ def test_the_observers_tell_what_they_take() -> None:
     assert has_parameter(amanda.ShapeTally(), "shapes", keyword_only=True)
     assert not has_parameter(amanda.Tally(), "shapes")
     assert not has_parameter(amanda.ShapeTally(), "run")
+
+
+def test_samples_are_those_of_all_batches_of_a_vmap() -> None:
+    in_vmaps = BatchedShape((2, 3), [(1, 4), (2, 5)])
+    assert ShapeTally.samples((((2, 3),), ((2, 4),))) == 1
+    assert ShapeTally.samples((((2, 3), [in_vmaps]), ((2, 4),))) == 20

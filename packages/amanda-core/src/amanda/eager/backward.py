@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from amanda import interceptor
 from amanda.eager.program import program_on_values
 from amanda.errors import RoutineError
 from amanda.plan.action import Action, InstrumentationPoint, in_running_order
-from amanda.plan.analysis import PendingBackwardPlan, PendingPlan
+from amanda.plan.analysis import PendingBackwardPlan
 from amanda.plan.plan import Actions, Plan, single_replacement
 from amanda.plan.routine import NOT_CALLED, run_replacement, run_routine
 from amanda.plan.tools import depends_on
@@ -46,15 +47,15 @@ def _compile_hooks(ops: EagerDriver, trace: Trace, op: Any, place: int) -> Nativ
     # Hooks run around the kernel; a replacement's result has to be put in its place by Python.
     if any(actions.replace for actions in actions_by_stack):
         return None
-    facts = trace.facts.for_backward_op(op, backward_id, replaceable=True)
-    facts.drop_values()
     actions = Actions.merged(actions_by_stack)
     # The dict belongs to one execution, and these hooks are shared by all executions.
     if any(action.takes_run for action in actions.all):
         return None
-    continuation, reader = _PythonContinuation(ops, facts), ops.reader
-    program_before = program_on_values(actions.before, facts) if actions.before else None
-    program_after = program_on_values(actions.after, facts) if actions.after else None
+    # Made when an error or Python asks for them.  From the plan's facts, which keep no values.
+    find_facts = partial(trace.plan.chain[0].context._facts.for_backward_op, op, backward_id, True)
+    continuation, reader = _PythonContinuation(ops, find_facts), ops.reader
+    program_before = program_on_values(actions.before, find_facts) if actions.before else None
+    program_after = program_on_values(actions.after, find_facts) if actions.after else None
     if (actions.before and program_before is None) or (actions.after and program_after is None):
         return None  # too many values for native code
 
@@ -91,11 +92,11 @@ class NativeHooks(NamedTuple):
 class _PythonContinuation:
     """Continues a native hook's routines in Python, after a result that native code cannot put in place."""
 
-    __slots__ = ("_facts", "_ops")
+    __slots__ = ("_find_facts", "_ops")
 
-    def __init__(self, ops: EagerDriver, facts: OpFacts) -> None:
+    def __init__(self, ops: EagerDriver, find_facts: Callable[[], OpFacts]) -> None:
         self._ops = ops
-        self._facts = facts
+        self._find_facts = find_facts
 
     def __call__(
         self,
@@ -107,12 +108,13 @@ class _PythonContinuation:
         """Run the routines from the resumption's step on; return the gradients, or None if none changed."""
         step, returned = resumption.step, resumption.returned
         initial_grads = current_grads = list(grads)
+        facts = self._find_facts()
         with interceptor.Suspension(), self._ops.without_overrides():
             for i, action in enumerate(actions):
                 if i >= step:
                     result = returned if i == step else NOT_CALLED
                     current_grads = run_routine(
-                        self._ops, action, current_grads, self._facts, {}, False, (), result, shapes=shapes
+                        self._ops, action, current_grads, facts, {}, False, (), result, shapes=shapes
                     )
         return None if current_grads is initial_grads else tuple(current_grads)
 
@@ -253,7 +255,9 @@ class BackwardStep:
         # A framework may run the op again within this pass; that run analyses nothing.
         self._due_analyses = []
         actions_before = [action for actions in self._actions for action in actions.before]
-        for action in in_running_order(actions_before, after=False):
+        if len(actions_before) > 1:
+            actions_before = in_running_order(actions_before, after=False)
+        for action in actions_before:
             grads = self._run_routine(action, grads)
         # AccumulateGrad takes over a gradient without a copy only if nobody else holds a reference to it.
         self._facts.grad_outputs = None
@@ -266,26 +270,21 @@ class BackwardStep:
         another thread has finished the analysis.
         """
         tools = _select_with_dependencies(due_tools, plan.stack.backward_tools)
-
-        def find_finished_actions() -> Actions | None:
-            return None if plan.tools_to_analyse(self.id, due_tools) else plan.backward.actions[self.id]
-
-        def create_pending() -> PendingBackwardPlan:
-            return PendingBackwardPlan(self._facts, plan, tools, ignore_earlier=not self._state.cache)
-
-        pending: PendingPlan[Actions] | Actions
+        pending_plans, facts = plan.stack.pending_plans, self._facts
         if self._state.cache:
             analysis_key: tuple[Any, ...] = plan, self.id
             if tools is not plan.stack.backward_tools:
                 # Passes with other tools open analyse the op for these alone.
                 analysis_key = *analysis_key, *(tool._amanda.number for tool in tools)
-            pending = plan.stack.pending_plans.find_or_create(
-                analysis_key, find_finished_actions, create_pending
-            )
+            with pending_plans.lock:
+                pending = pending_plans.find(analysis_key)
+                if pending is None:
+                    if not plan.tools_to_analyse(self.id, due_tools):
+                        return plan.backward.actions[self.id]  # another thread has finished the analysis
+                    pending = PendingBackwardPlan(facts, plan, tools, ignore_earlier=False)
+                    pending_plans.add(analysis_key, pending)
         else:
-            pending = create_pending()
-        if isinstance(pending, Actions):  # another thread has finished the analysis
-            return pending
+            pending = PendingBackwardPlan(facts, plan, tools, ignore_earlier=True)
         assert isinstance(pending, PendingBackwardPlan)
         pending.analyse(InstrumentationPoint.BEFORE_BACKWARD_OP, self._facts)
         self._pending.append((plan, pending))
@@ -301,7 +300,8 @@ class BackwardStep:
             grad_outputs: Gradients that entered the op, after `run_before`.
         """
         grads = list(grad_inputs)
-        replacement = single_replacement([actions.replace for actions in self._actions])
+        replacements = [actions.replace for actions in self._actions if actions.replace is not None]
+        replacement = single_replacement(replacements) if replacements else None
         if replacement is not None and self._is_open(replacement):
             grads = self._run_replacement(replacement, grads, list(grad_outputs))
         self._facts.grad_outputs, self._facts.grad_inputs = list(grad_outputs), list(grads)

@@ -167,7 +167,7 @@ class EagerDriver(EagerOps, Driver):
         capture = self.capture_backward_ops() if plan.has_backward_routines else None
         is_recomputation = state.recomputed_executions is not None
         actions = plan.actions(is_recomputation)
-        run = plan.run_dicts(self, state.may_recompute).dict_for_python(actions.before[: last_called + 1])
+        run = plan.dict_for_python(self, state.may_recompute, actions.before[: last_called + 1])
         shapes: tuple[Any, ...] | None = None
         if _may_need_shapes(plan, call, analysis):
             shapes = (self.shapes(call.inputs),)  # those of the outputs follow once the op has run
@@ -228,7 +228,7 @@ class EagerDriver(EagerOps, Driver):
         final_values = self._run_routines_after_op(
             actions_after, values, written, facts, run, state, shapes, inputs, saved=saved
         )
-        if self.views is not None:
+        if self.views is not None and (self.views or inputs is not call.inputs or final_values is not values):
             final_values = self._tie_replaced_views(
                 self.views, call, inputs, values, final_values, facts, _are_inputs_isolated(plan, state)
             )
@@ -347,7 +347,7 @@ class EagerDriver(EagerOps, Driver):
         """
         copy_saved = None if saved is None else saved.copy_before_write
         for action in actions:
-            mutable = [i for i, value in enumerate(values) if is_among(value, written)]
+            mutable = [i for i, value in enumerate(values) if is_among(value, written)] if written else ()
             new_values = run_routine(
                 self, action, values, facts, run, state.autodiff, mutable, result, copy_saved, shapes
             )

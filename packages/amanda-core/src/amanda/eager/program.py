@@ -163,35 +163,41 @@ def _build_program(
     is_traced = leave_trace is not None
     routine_by_action = run_dicts.routines_for_native_code(ops, actions.before, actions.after, is_traced)
     return _program_of_routines(
-        actions.before, actions.after, facts, argument_indices, defaults, plan, leave_trace, refuses_argument,
-        replacement, accepts_equal_inputs, is_traced and plan.backward_takes_shapes,
+        actions.before, actions.after, lambda: facts, argument_indices, defaults, plan, leave_trace,
+        refuses_argument, replacement, accepts_equal_inputs, is_traced and plan.backward_takes_shapes,
         tuple(call.unreturned_positions(None)), routine_by_action=routine_by_action,
         replacement_action=actions.replace,
     )  # fmt: skip
 
 
-def program_on_values(actions: Sequence[Action], facts: OpFacts) -> interceptor.Program | None:
-    """Return a native program for routines without an op, such as routines on gradients; none takes `run`."""
-    return _program_of_routines(actions, (), facts)
+def program_on_values(
+    actions: Sequence[Action], find_facts: Callable[[], OpFacts]
+) -> interceptor.Program | None:
+    """Return a native program for routines without an op, such as routines on gradients; none takes `run`.
+
+    find_facts: returns the op's facts, for errors.
+    """
+    return _program_of_routines(actions, (), find_facts)
 
 
 def _program_of_routines(
     before: Sequence[Action],
     after: Sequence[Action],
-    facts: OpFacts,
+    find_facts: Callable[[], OpFacts],
     *arguments_of_op: Any,
     routine_by_action: Mapping[Action, Routine] = MappingProxyType({}),
     replacement_action: Action | None = None,
 ) -> interceptor.Program | None:
     """Return a native program; None where its routines take more values than native code can hold.
 
+    find_facts: returns the op's facts, for errors.
     arguments_of_op: further arguments of `interceptor.Program`, in its order, for programs with an op.
     routine_by_action: functions to call instead of an action's own.  replacement_action: runs instead of the
     op; its step is among `arguments_of_op`.
     """
     # Native code reports errors by the index of a step; the replacement is the last.
     replacement_actions = [] if replacement_action is None else [replacement_action]
-    reporter = _ErrorReporter((*before, *after, *replacement_actions), facts)
+    reporter = _ErrorReporter((*before, *after, *replacement_actions), find_facts)
 
     def steps(actions: Sequence[Action]) -> tuple[tuple[Any, ...], ...]:
         return tuple(_routine_step(action, routine_by_action.get(action, action.func)) for action in actions)
@@ -248,16 +254,16 @@ def _routine_step(action: Action, routine: Routine) -> tuple[Any, ...]:
 class _ErrorReporter:
     """Raises and annotates errors of routines in native code, which calls these methods by name."""
 
-    __slots__ = ("_actions", "_facts")
+    __slots__ = ("_actions", "_find_facts")
 
-    def __init__(self, actions: Sequence[Action], facts: OpFacts) -> None:
+    def __init__(self, actions: Sequence[Action], find_facts: Callable[[], OpFacts]) -> None:
         self._actions = actions
-        self._facts = facts
+        self._find_facts = find_facts
 
     def failed(self, step: int, error: BaseException) -> None:
         """Add a note to a routine's exception with the op and the tool."""
         action = self._actions[step]
-        add_note(error, error_note(self._facts, action.tool, str(action)))
+        add_note(error, error_note(self._find_facts(), action.tool, str(action)))
 
     def mutated(self, step: int, index: int) -> None:
         """Raise MutationError for a routine that wrote into an argument."""

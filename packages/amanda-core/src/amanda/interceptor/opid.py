@@ -54,13 +54,12 @@ def first_instructions(code: CodeType) -> bytes:
     """
     if not hasattr(code, "co_positions"):
         return b""
-    first_words = array("I")
-    previous_position = None
-    for word, position in enumerate(code.co_positions()):
-        is_same_expression = word > 0 and position == previous_position
-        first_words.append(first_words[-1] if is_same_expression else word)
-        previous_position = position
-    return first_words.tobytes()
+    first_words, first_word, position = [], 0, None
+    for word, position_of_word in enumerate(code.co_positions()):
+        if position_of_word != position:
+            first_word, position = word, position_of_word
+        first_words.append(first_word)
+    return array("I", first_words).tobytes()
 
 
 def code_hash(code: CodeType) -> int:

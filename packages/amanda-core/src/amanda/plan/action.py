@@ -240,9 +240,9 @@ def _parameter_names(func: Routine) -> tuple[Sequence[str], Sequence[str]]:
     if isinstance(function, FunctionType) and not _has_other_signature(function):
         # Takes a tenth of the time of `inspect`; a tool may record thousands of actions.
         code = function.__code__
-        # `co_varnames` begins with the positional parameters, which the keyword-only ones follow.
-        end = code.co_argcount + code.co_kwonlyargcount
-        return code.co_varnames[first_index:end], code.co_varnames[code.co_argcount : end]
+        # `co_varnames`, a new tuple each time, has the positional parameters first, then keyword-only ones.
+        parameter_names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        return parameter_names[first_index:], parameter_names[code.co_argcount :]
     try:
         parameters = inspect.signature(func).parameters
     except (TypeError, ValueError):

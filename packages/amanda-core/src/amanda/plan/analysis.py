@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
-from itertools import zip_longest
+from itertools import chain, compress, repeat
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 from weakref import ref
 
@@ -101,14 +101,9 @@ def _context_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> Con
     """
     # Compared by identity: equality of tensors has no truth value, and computing it would run ops.
     if len(before) <= len(after) and all(map(operator.is_, before, after)):
-        # The usual case: no key was deleted, so that new ones follow the others.  Half the look-ups' time.
-        if len(before) == len(after) and all(map(operator.is_, before.values(), after.values())):
-            return {}
-        pairs: Iterable[Any] = zip_longest(after.items(), before.values(), fillvalue=DELETED)
-        return {key: value for (key, value), old in pairs if value is not old}
-    if all(map(operator.is_, after, before)):
-        pairs = zip_longest(before.items(), after.values(), fillvalue=DELETED)
-        return {key: value for (key, old), value in pairs if value is not old}
+        # The usual case: no key was deleted, so that new ones follow the others.  No look-up, no bytecode.
+        old_values = chain(before.values(), repeat(DELETED))
+        return dict(compress(after.items(), map(operator.is_not, after.values(), old_values)))
     changes = {key: value for key, value in after.items() if before.get(key, DELETED) is not value}
     changes.update(dict.fromkeys(before.keys() - after.keys(), DELETED))
     return changes
@@ -194,41 +189,44 @@ class PendingBackwardPlan(PendingPlan[Actions]):
 
 
 class PendingPlans:
-    """Pending plans that threads share; each lives as long as a thread that executes its op first."""
+    """Pending plans that threads share; each lives as long as a thread that executes its op first.
 
-    __slots__ = ("_lock", "_references")
+    lock: held by a thread that looks for a pending plan, then for the finished one, and adds a new one if
+    there is neither.  A thread stores its finished plan before it drops the pending plan.
+    """
+
+    __slots__ = ("_references", "lock")
 
     def __init__(self) -> None:
-        self._lock = interceptor.Lock()
+        self.lock = interceptor.Lock()
         self._references: dict[Hashable, ref[PendingPlan[Any]]] = {}
 
-    def find_or_create(
-        self, key: Hashable, find_plan: Callable[[], PlanT | None], create: Callable[[], PendingPlan[PlanT]]
-    ) -> PendingPlan[PlanT] | PlanT:
-        """Return the pending plan of another thread, else the finished plan, else a new pending plan.
+    def find(self, key: Hashable) -> PendingPlan[Any] | None:
+        """Return the pending plan of another thread, if there is one.
 
-        The map holds pending plans weakly. A thread stores its finished plan before it drops the pending
-        plan, so no thread finds neither.
-        key: identity of the op and the analysis.  find_plan: returns the finished plan, if there is one.
+        Args:
+            key: Identity of the op and the analysis.
         """
-        with self._lock:
-            reference_by_key = self._references
-            reference = reference_by_key.get(key)
-            shared_pending = None if reference is None else reference()
-            if shared_pending is not None:
-                return shared_pending
-            finished_plan = find_plan()
-            if finished_plan is not None:
-                return finished_plan
-            new_pending = create()
+        reference = self._references.get(key)
+        return None if reference is None else reference()
 
-            def forget(dead_reference: ref[PendingPlan[PlanT]]) -> None:
-                # A new pending plan may have taken the key before the old reference's callback ran.
-                if reference_by_key.get(key) is dead_reference:
-                    del reference_by_key[key]
+    def add(self, key: Hashable, pending: PendingPlan[PlanT]) -> PendingPlan[PlanT]:
+        """Add a pending plan, and return it; it is held weakly.
 
-            reference_by_key[key] = ref(new_pending, forget)
-            return new_pending
+        Args:
+            key: Identity of the op and the analysis.
+            pending: The pending plan.
+        """
+        self._references[key] = ref(pending, partial(_forget_reference, self._references, key))
+        return pending
+
+
+def _forget_reference(
+    reference_by_key: dict[Hashable, ref[PendingPlan[Any]]], key: Hashable, dead_reference: ref[Any]
+) -> None:
+    # A new pending plan may have taken the key before the old reference's callback ran.
+    if reference_by_key.get(key) is dead_reference:
+        del reference_by_key[key]
 
 
 class OpAnalysis:
@@ -265,36 +263,34 @@ class OpAnalysis:
         A plan to complete is in `pending`, for `analyse_after_op`.  outer: the plan of the stack around.
         """
         op_id = self.facts.op_id
-
-        def find_stored_plan() -> Plan | None:
-            return stack.plans.get(op_id, {}).get(key)
-
-        def create_pending() -> PendingPlan[Plan]:
-            """Return an empty plan to complete, with a context that starts from that of the plan around."""
-            context = OpContext(self.facts, stack.analyse, None if outer is None else outer.context)
-            if outer is not None:
-                # The context of the scope around has what was written after the op; here the op has not run
-                # yet.
-                _apply_changes(context, outer.changes_to_undo)
-            plan = Plan(stack, context, outer)
-            return PendingPlan(plan, context, stack_plan=plan)
-
-        pending: PendingPlan[Plan] | Plan
         if cache:
             # Two threads may meet at an op with different shapes: where shapes may yet become a part of the
             # key, each has an analysis of its own.
             pending_key = (
                 (op_id, key, self.facts.input_shapes) if stack.keyed_by_shapes_read else (op_id, key)
             )
-            pending = stack.pending_plans.find_or_create(pending_key, find_stored_plan, create_pending)
+            with stack.pending_plans.lock:
+                pending = stack.pending_plans.find(pending_key)
+                if pending is None:
+                    stored_plan = stack.plans.get(op_id, {}).get(key)
+                    if stored_plan is not None:  # another thread has finished the analysis
+                        return stored_plan
+                    pending = stack.pending_plans.add(pending_key, self._new_pending_plan(stack, outer))
         else:
-            pending = create_pending()
-        if isinstance(pending, Plan):  # another thread has finished the analysis
-            return pending
+            pending = self._new_pending_plan(stack, outer)
         with self._reading():
             pending.analyse(InstrumentationPoint.BEFORE_FORWARD_OP, self.facts)
         self.pending.append((key, pending))
         return pending.plan
+
+    def _new_pending_plan(self, stack: ToolStack, outer: Plan | None) -> PendingPlan[Plan]:
+        """Return an empty plan to complete, with a context that starts from that of the plan around."""
+        context = OpContext(self.facts, stack.analyse, None if outer is None else outer.context)
+        if outer is not None:
+            # The context of the scope around has what was written after the op; here the op has not run yet.
+            _apply_changes(context, outer.changes_to_undo)
+        plan = Plan(stack, context, outer)
+        return PendingPlan(plan, context, stack_plan=plan)
 
     def analyse_after_op(self) -> Plan:
         """Run the analyses after the op, whose outputs are in the facts; return the complete plan."""

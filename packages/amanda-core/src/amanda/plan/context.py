@@ -480,12 +480,12 @@ class OpContext(dict[str, Any]):
 
     def _require_values(self, values: list[Any] | None, value_kind: str) -> list[Any]:
         """Return a copy of the values; raise AmandaError where they were dropped."""
-        if values is None:
-            raise AmandaError(
-                f"the {value_kind} of {self._facts.name} are gone: forward values are kept for the analysis "
-                "of the first execution; keep what you need of them in the context"
-            )
-        return list(values)
+        if values is not None:
+            return list(values)
+        raise AmandaError(
+            f"the {value_kind} of {self._facts.name} are gone: forward values are kept for the analysis of "
+            "the first execution; keep what you need of them in the context"
+        )
 
     def _record_action(
         self,
@@ -516,7 +516,7 @@ class OpContext(dict[str, Any]):
         if routine is None:
             return
         positions = None if select is None else selected_positions(self._facts, kind, select)
-        action = Action(kind, routine, self._tool, positions, dict(kwargs) or NO_KWARGS, reads)
+        action = Action(kind, routine, self._tool, positions, dict(kwargs) if kwargs else NO_KWARGS, reads)
         if action.takes_shapes and not self.is_eager():
             raise ActionError(
                 f"{action} has a keyword `shapes`, which eager mode alone gives; {self._facts.name} is an op "

@@ -77,8 +77,11 @@ class ParameterSlots:
         return [*slot_ordinals] if is_ordinal_of_slot else [ordinal, *slot_ordinals]
 
     def _find_slot(self, owner: Any, value: Any) -> Hashable:
-        slots = (slot_of(owner, value) for slot_of in self._finders)
-        return next((slot for slot in slots if slot is not None), None)
+        for slot_of in self._finders:
+            slot = slot_of(owner, value)
+            if slot is not None:
+                return slot
+        return None
 
 
 class ParameterSlot:

@@ -254,6 +254,20 @@ class Plan(Actions):
             self._run_dicts = RunDicts()
         return self._run_dicts
 
+    def dict_for_python(
+        self, ops: TensorOps, recomputable: bool, called_natively: Sequence[Action]
+    ) -> dict[str, Any]:
+        """Return the dict `run` of an execution in Python; see `RunDicts.dict_for_python`.
+
+        Args:
+            ops: Primitives of the framework's tensors.
+            recomputable: Whether executions may be recomputations, or be recomputed.
+            called_natively: Actions whose routines native code has called.
+        """
+        if not (recomputable or called_natively):
+            return {}
+        return self.run_dicts(ops, recomputable).dict_for_python(called_natively)
+
     @property
     def takes_run(self) -> bool:
         """Return True if a routine at the op, or at an analysed backward op, takes `run`."""

@@ -338,14 +338,17 @@ class BatchedShape(tuple[int, ...]):
 
     batches: pairs of the level of a vmap and its number of samples.
     tangents: of forward-mode derivatives, each as the levels that differentiate, and its own batches.
+    any_made: whether such a shape was ever made; most programs have none, and need no look for them.
     Unequal to the same shape with others.
     """
 
+    any_made: ClassVar[bool] = False
     batches: Batches
     tangents: Tangents
 
     def __new__(cls, shape: Iterable[int], batches: Batches, tangents: Tangents = ()) -> BatchedShape:
         """Make the shape of a sample in some batches, of a value with some tangents."""
+        BatchedShape.any_made = True
         batched = super().__new__(cls, shape)
         batched.batches, batched.tangents = tuple(batches), tuple(tangents)
         return batched
@@ -369,7 +372,7 @@ class BatchedShape(tuple[int, ...]):
 
 def sample_count(shapes: Any) -> int:
     """Return how many samples an execution with these shapes computes: 1 without a vmap."""
-    return prod(_sizes_by_vmap_level(shapes).values())
+    return prod(_sizes_by_vmap_level(shapes).values()) if BatchedShape.any_made else 1
 
 
 _NUMBERS = frozenset({int})

@@ -138,7 +138,9 @@ class ToolStack:
         """Return True if the shapes of an op's inputs decide its plan; None for any op of a graph."""
         if self.keyed_by_shapes or not self.keyed_by_shapes_read:
             return self.keyed_by_shapes
-        return op_id is None or any(op_id in stack.shape_dependent_ops for stack in self.chain)
+        if op_id is None or op_id in self.shape_dependent_ops:
+            return True
+        return len(self.chain) > 1 and any(op_id in stack.shape_dependent_ops for stack in self.chain)
 
     def plan_key(self, ops: TensorOps, inputs: Sequence[Any], op_id: int | None = None) -> Hashable:
         """Return the key of a plan: the signature of the op's inputs, and the results of the guards.

@@ -35,7 +35,15 @@ from ._calls import (
 from ._collectives import is_functional_collective, wait_for_results
 from ._detours import set_detours
 from ._levels import in_transform, is_within_kernel
-from ._modules import ParameterPaths, VariableFinder, enclose_modules, module_path, part_of, slot_of
+from ._modules import (
+    ParameterPaths,
+    VariableFinder,
+    enclose_modules,
+    module_path,
+    modules_among,
+    part_of,
+    slot_of,
+)
 from ._overrides import (
     NO_OVERRIDES,
     WITH_SUBCLASSES,
@@ -192,7 +200,8 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         if _has_proxies(args, kwargs):
             state.report("torch.fx.symbolic_trace", RECORDED_AS_IS)
             return site.invoke(args, kwargs)
-        if in_transform() and is_within_kernel():
+        is_transformed = in_transform()
+        if is_transformed and is_within_kernel():
             return site.invoke(args, kwargs)
         if site.key in _SITES_WITH_CALLEE:
             is_collective = is_functional_collective(args[0])
@@ -202,7 +211,7 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
             key = 0  # native code knows no value that is still on its way, and no list of lists
         arguments = state, call_cache, op_id, site, args, kwargs, key, resumption
         # First the kind of driver for this op, then the modes and overrides outside of which it works.
-        if in_transform():
+        if is_transformed:
             driver_class: type[DriverOutsideModes] = DriverInTransform
         elif site.key == "alias" and site.target is _AS_SUBCLASS:
             driver_class = DriverForUnfinishedResult
@@ -305,9 +314,10 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         subjects: the modules that enclose the call, the outermost first.
         """
         facts = super().describe(call, subjects)
-        facts.scope = module_path(subjects)
-        facts.variable_of, facts.part_of = VariableFinder(subjects), part_of
-        facts.path_of = ParameterPaths(subjects)
+        modules = modules_among(subjects)
+        facts.scope = module_path(modules)
+        facts.variable_of, facts.part_of = VariableFinder(modules), part_of
+        facts.path_of = ParameterPaths(modules)
         return facts
 
 
@@ -397,6 +407,8 @@ class DriverOutsideModes(TorchDriver):
 
     def uninstrumented_reason(self, site: Site) -> tuple[str, str] | None:
         """Return the obstacle to instrumenting ops at this moment, and the reason; None if there is none."""
+        if self._modes is WITH_SUBCLASSES:  # overrides of subclasses record no graph
+            return super().uninstrumented_reason(site)
         with self._modes.enter():
             return super().uninstrumented_reason(site)
 

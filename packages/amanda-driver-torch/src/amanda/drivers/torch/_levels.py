@@ -190,6 +190,8 @@ def drop_ended_batches(shapes: Any) -> Any:
 
     Backward ops outside of the vmap of their op compute with gradients that have the axes of all samples.
     """
+    if not BatchedShape.any_made:
+        return shapes
     if isinstance(shapes, BatchedShape):
         # A vmap that began since may have the level of one that ended: nothing tells them apart.
         open_levels = {

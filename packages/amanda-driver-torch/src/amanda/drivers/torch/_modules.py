@@ -82,13 +82,16 @@ def slot_of(module: Any, parameter: Any) -> tuple[str, Any] | None:
     return None
 
 
-def module_path(subjects: Sequence[Any]) -> str:
+def modules_among(subjects: Sequence[Any]) -> list[torch.nn.Module]:
+    """Return the modules of torch among the objects of calls, which may be of other frameworks too."""
+    return [subject for subject in subjects if isinstance(subject, torch.nn.Module)]
+
+
+def module_path(modules: Sequence[torch.nn.Module]) -> str:
     """Return the path of the last module in the first, as `named_modules` spells it: "layer1.0.conv1".
 
     Wrappers that libraries put around a model, such as DDP, are not part of the path.
     """
-    # A module of another framework may enclose these.
-    modules = [subject for subject in subjects if isinstance(subject, torch.nn.Module)]
     return path_of_call(modules, lambda outer, inner: strip_wrappers(outer, _path_within(outer, inner)))
 
 
@@ -131,8 +134,7 @@ class VariableFinder:
         "weakref.WeakKeyDictionary[torch.nn.Module, dict[tuple[str, Any], HandedInParameter]]"
     ] = weakref.WeakKeyDictionary()
 
-    def __init__(self, subjects: Sequence[Any]) -> None:
-        modules = [module for module in subjects if isinstance(module, torch.nn.Module)]
+    def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
         self._innermost_module = weakref.ref(modules[-1]) if modules else None
 
     def __call__(self, value: Any) -> Any:
@@ -209,8 +211,8 @@ class ParameterPaths:
         weakref.WeakKeyDictionary()
     )
 
-    def __init__(self, subjects: Sequence[Any]) -> None:
-        self._modules = [weakref.ref(module) for module in subjects if isinstance(module, torch.nn.Module)]
+    def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
+        self._modules = [weakref.ref(module) for module in modules]
 
     def __call__(self, variable: Any) -> str | None:
         """Return the path of a parameter in the outermost module that holds it; None for any other tensor.

@@ -49,7 +49,7 @@ class CallForm:
     keywords: tuple[str, ...]
     has_spread_size: bool = False
 
-    @cached_property
+    @property
     def missing_count(self) -> int:
         required = (not argument.has_default for argument in self.signature.arguments)
         return sum(is_required and i not in self.filled_arguments for i, is_required in enumerate(required))
@@ -93,8 +93,9 @@ def kinds_of(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> str:
 
 def _with_fewest_missing(candidates: list[CallForm]) -> list[CallForm]:
     """Return the forms that lack the fewest required arguments."""
-    fewest_missing = min((form.missing_count for form in candidates), default=0)
-    return [form for form in candidates if form.missing_count == fewest_missing]
+    missing_counts = [form.missing_count for form in candidates]
+    fewest_missing = min(missing_counts, default=0)
+    return [form for form, count in zip(candidates, missing_counts, strict=True) if count == fewest_missing]
 
 
 def _forms_of_signature(signature: Signature, nargs: int, keywords: tuple[str, ...]) -> Iterator[CallForm]:

@@ -227,7 +227,7 @@ def _cached_binding(called: Any, args: Args, kwargs: Kwargs | None) -> Binding |
 def _new_binding(called: Any, nargs: int, keywords: tuple[str, ...]) -> Binding | _OverloadedBinding:
     """Return the binding of a form of call; one that looks at types if the layouts of overloads differ."""
     forms = call_forms(signatures(called), nargs, keywords)
-    if len({form.layout for form in forms}) == 1:
+    if len(forms) == 1 or len({form.layout for form in forms}) == 1:
         return _binding_of_layout(forms[0].layout)
     return _OverloadedBinding(forms)
 

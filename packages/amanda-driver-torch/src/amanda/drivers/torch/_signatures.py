@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,8 +17,7 @@ from ._collectives import COLLECTIVE_METHODS
 from ._targets import Target, by_callable
 
 
-@dataclass(frozen=True, slots=True)
-class Argument:
+class Argument(NamedTuple):
     """One argument of a schema. type is the schema's element type, "Any" where unknown.
 
     is_unreturned: whether the op writes the argument, and returns other values than that.
@@ -158,17 +157,20 @@ def _target_signatures(target: Target) -> tuple[Signature, ...]:
     if texts is not None:
         schemas = (torch._C.parse_schema(f"{_LOCAL_NAMESPACE}op{text} -> Any") for text in texts)
         return tuple(_in_python_order(_convert_arguments(schema), target) for schema in schemas)
-    overloads = [_convert_arguments(schema) for schema in _aten_schemas(target.canonical)]
-    # Schemas that neither take nor make a tensor serve TorchScript's numbers and lists.
-    overloads = [arguments for arguments in overloads if any(map(_concerns_tensors, arguments))] or overloads
-    if not overloads:
+    schemas_of_op = _aten_schemas(target.canonical)
+    if not schemas_of_op:
         return _testing_signatures(target.callable)
+    # Schemas that neither take nor make a tensor serve TorchScript's numbers and lists: most of `add`.
+    schemas_of_op = [
+        schema for schema in schemas_of_op if any(map(_concerns_tensors, schema.arguments))
+    ] or schemas_of_op
+    overloads = [_convert_arguments(schema) for schema in schemas_of_op]
     signatures_by_overload = [_in_python_order(arguments, target) for arguments in overloads]
     return (*signatures_by_overload, *_signatures_in_deprecated_orders(overloads, target))
 
 
-def _concerns_tensors(argument: Argument) -> bool:
-    return argument.type == "Tensor" or argument.name == "dtype"
+def _concerns_tensors(argument: Any) -> bool:
+    return bool(argument.name == "dtype" or _element_type(argument)[0].kind() == "TensorType")
 
 
 def _aten_schemas(name: str) -> list[Any]:
@@ -196,23 +198,17 @@ def _convert_argument(argument: Any, returned_alias_sets: Set[str] | None) -> Ar
 
     returned_alias_sets: of the op's results; None if unknown.
     """
-    element_type = getattr(argument, "real_type", argument.type)
-    is_list = is_optional = False
-    while element_type.kind() in ("OptionalType", "ListType"):
-        if element_type.kind() == "ListType":
-            is_list = True
-        elif not is_list:  # optional elements of a list do not make the list optional
-            is_optional = True
-        element_type = element_type.getElementType()
+    element_type, is_list, is_optional = _element_type(argument)
     type_name: str = element_type.kind().removesuffix("Type")
     default = argument.default_value
     if type_name in _ENUMS and isinstance(default, int):
         default = _ENUMS[type_name][default]
-    is_written = bool(argument.alias_info and argument.alias_info.is_write)
+    alias_info = argument.alias_info
+    is_written = bool(alias_info and alias_info.is_write)
     is_unreturned = (
         is_written
         and returned_alias_sets is not None
-        and returned_alias_sets.isdisjoint(argument.alias_info.before_set)
+        and returned_alias_sets.isdisjoint(alias_info.before_set)
     )
     return Argument(
         name=argument.name,
@@ -225,6 +221,19 @@ def _convert_argument(argument: Any, returned_alias_sets: Set[str] | None) -> Ar
         has_default=argument.has_default_value(),
         default=tuple(default) if isinstance(default, list) else default,
     )
+
+
+def _element_type(argument: Any) -> tuple[Any, bool, bool]:
+    """Return the type of a schema's argument without lists and options, and whether it has each of these."""
+    element_type = getattr(argument, "real_type", None) or argument.type
+    is_list = is_optional = False
+    while (kind := element_type.kind()) in ("OptionalType", "ListType"):
+        if kind == "ListType":
+            is_list = True
+        elif not is_list:  # optional elements of a list do not make the list optional
+            is_optional = True
+        element_type = element_type.getElementType()
+    return element_type, is_list, is_optional
 
 
 # Schemas state these defaults by number.

@@ -2,7 +2,7 @@
 
 import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -168,7 +168,9 @@ class TorchTensors:
             if value.requires_grad and not _has_node(value):  # a leaf holds no graph
                 return value
             try:
-                with leave_overrides() if torch._C._len_torch_dispatch_stack() else nullcontext():
+                if type(value) is torch.Tensor and not torch._C._len_torch_dispatch_stack():
+                    return value.detach()  # the usual case: no class to restore, no modes to leave
+                with leave_overrides():
                     return as_class_of(value, value.detach())
             except Exception:
                 return value

@@ -28,7 +28,7 @@ from .._compiled_callables import (
     instruments_compiled_code,
     note_watched_leaves,
 )
-from .._modules import ParameterPaths, module_path, plain_module_calls
+from .._modules import ParameterPaths, module_path, modules_among, plain_module_calls
 from .._patches import TorchPatches
 from ._dynamo import SKIP_ONCE, guard_by_identity, guard_by_lifetime, guard_by_reads, skip_result
 from ._graph_copy import inline_bodies
@@ -203,9 +203,9 @@ class _ConvertedFrame(threading.local):
         outer_facts = dict(self.__dict__)
         # The first argument is the module in a `forward`; its ordinal tells models of one class apart.
         receiver = frame.f_locals.get(next(iter(frame.f_code.co_varnames), ""), None)
-        subjects = interceptor.subjects()
+        modules = modules_among(interceptor.subjects())
         self.code, self.function_name = frame.f_code, _function_name(frame)
-        self.prefix, self.path_of = module_path(subjects), ParameterPaths(subjects)
+        self.prefix, self.path_of = module_path(modules), ParameterPaths(modules)
         self.model_ordinal = interceptor.ordinal(receiver) if isinstance(receiver, torch.nn.Module) else 0
         try:
             yield
