@@ -295,8 +295,6 @@ class OpCostModel:
 
     def complex_products(self, context: AnyContext) -> int:
         """Return the number of real multiply-accumulates in one of the op: 1, or more for complex numbers."""
-        if not context.get("is_complex", True):  # in most ops
-            return 1
         # Integers take no part: an index beside complex numbers does not make a product half real.
         dtypes = [str(context["dtype"](value)) for value in leaves(context.get_inputs())]
         floats = [name for name in dtypes if name.startswith(("complex", "float", "bfloat"))]

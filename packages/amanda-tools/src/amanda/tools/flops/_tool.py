@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import amanda
 from amanda.options import Name, PositiveInt, checked
 from amanda.tools.flops._by_shape import (
-    MAX_COSTS,
     RECOMPUTATION,
     AnyContext,
     AnyShapeCount,
@@ -98,7 +97,6 @@ class FlopsTool(amanda.Tool):
         self._op_cost_by_key: dict[Hashable, OpCost] = {}
         self._counts_by_op: dict[int, dict[Hashable, _Counts]] = {}  # by id of the op; its backward ops too
         self._cost_by_shapes: dict[Hashable, OpCost] = {}  # by type and shapes, whichever op it is
-        self._first_costs: dict[str, Cost] = {}  # of the shapes at analyses: many ops have the same
         self._uncounted_ops: dict[Hashable, OpCost] = {}
         self._parameter_keys = ParameterKeys()
         self._modules: dict[str, int] = {}  # in the order in which they ran first
@@ -275,14 +273,7 @@ class FlopsTool(amanda.Tool):
             return None
         # Stand-ins have no memory to compare: the answer for these values holds for all.
         context["is_view"] = lambda inputs, outputs: is_view
-        # A text, since shapes are lists: it is a key faster than they are counted.
-        key = str((names, shapes.inputs, shapes.outputs, context["complex_products"]))
-        cost = self._first_costs.get(key)
-        if cost is None:
-            cost = self._model.cost_of_op(names, shapes, context.get_source(), context["complex_products"])
-            if cost is not None and len(self._first_costs) < MAX_COSTS:
-                self._first_costs[key] = cost
-        return cost
+        return self._model.cost_of_op(names, shapes, context.get_source(), context["complex_products"])
 
     def _count_by_shapes(self, context: amanda.OpContext, names: tuple[str, str], cost: Cost) -> None:
         """Insert a tally of the op's executions by shapes; cost: at the first shapes, for the context."""
@@ -292,10 +283,8 @@ class FlopsTool(amanda.Tool):
         context["cost"], context["estimate"] = cost, 0
         self._costly_ops += bool(cost.flops)
         self._modules.setdefault(context.get_scope(), len(self._modules))
-        counts: _Counts = shape_counts
-        if is_free(context, names):
-            op_cost = self._op_cost_at_shapes(context)
-            counts = AnyShapeCount(op_cost, _op_cost_key(op_cost))
+        op_cost = self._op_cost_at_shapes(context) if is_free(context, names) else None
+        counts = shape_counts if op_cost is None else AnyShapeCount(op_cost, _op_cost_key(op_cost))
         context.insert_after_op(self._shared_counts(context, counts), outputs=[])
 
     def _op_cost_at_shapes(self, context: AnyContext, shapes: Any = ()) -> OpCost:

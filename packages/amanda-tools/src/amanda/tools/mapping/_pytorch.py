@@ -212,6 +212,7 @@ def layout(kind: str, extents: Sequence[int | None] | None) -> str | None:
 
 
 _NODE_NAME = re.compile(r"(.+?)((?:Backward)*)\d*")
+_DIMENSION, _WORD_BEGIN = re.compile(r"(?<=[a-z])(\d)D(?![a-z])"), re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 
 
 @lru_cache(maxsize=1024)
@@ -246,9 +247,6 @@ def node_word(stem: str, kind: str) -> str:
     if name_word.startswith("scaled_dot_product"):
         return "scaled_dot_product_attention"
     return name_word
-
-
-_DIMENSION, _WORD_BEGIN = re.compile(r"(?<=[a-z])(\d)D(?![a-z])"), re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 
 
 @lru_cache(maxsize=1024)

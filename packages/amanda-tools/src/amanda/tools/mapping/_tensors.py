@@ -9,7 +9,6 @@ from typing import Any
 from amanda.tools.libraries import infer_backend, register_backend
 
 _FRAMEWORKS = ("torch", "tensorflow")
-_LIBRARIES = (*_FRAMEWORKS, "numpy", "builtins")
 
 
 def backend_of(value: Any) -> str:
@@ -22,10 +21,10 @@ def backend_of(value: Any) -> str:
 
 @cache
 def _framework_of_class(kind: Any) -> str | None:
-    """Return the library of a class, or the framework that it derives from, registered with autoray; or None."""
+    """Return the library of a class, or the framework that it derives from, known to autoray; or None."""
     own_root, *roots = (base.__module__.partition(".")[0] for base in kind.__mro__)
     # autoray is not asked about these libraries' own classes: its import would delay the first step.
-    if own_root in _LIBRARIES:
+    if own_root in (*_FRAMEWORKS, "numpy", "builtins"):
         return str(own_root)
     framework = next((root for root in roots if root in _FRAMEWORKS), None)
     # autoray knows only the module of the class itself, which for a subclass is the user's.
