@@ -20,7 +20,7 @@ from amanda.tools.patch import PatchTool
 from amanda.tools.prune import PruneTool
 from amanda.tools.quantize import QuantizeTool
 from amanda.tools.search import Choice, SearchTool
-from amanda.tools.select import Phase, SelectionError, select
+from amanda.tools.select import Patterns, Phase, SelectionError, select
 from amanda.tools.stats import StatsTool
 from amanda.tools.steps import Steps, Window, WindowError
 
@@ -93,6 +93,19 @@ def test_types_may_be_patterns(word: str) -> None:
         mlp()(x())
     assert "1.0:relu" in seen.analysed
     assert len(seen.analysed) == (3 if word == "lin?ar" else 1)
+
+
+def test_patterns_answer_the_same_names_alike() -> None:
+    """Patterns without `*`, `?` and `[` are names; what was asked before is answered from memory."""
+    patterns = Patterns("type", ["linear", "conv?d", "relu", "ge[l]u", "1"])
+    for _ in range(2):
+        assert patterns("linear", "addmm")
+        assert patterns("conv2d")
+        assert patterns("gelu")
+        assert not patterns("Linear")
+        assert not patterns("conv")
+    assert list(patterns.unused) == ["relu", "1"]
+    assert patterns.rejected == {"Linear", "conv"}
 
 
 def test_the_frameworks_own_name_selects_too() -> None:

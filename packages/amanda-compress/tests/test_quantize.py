@@ -949,3 +949,17 @@ def test_the_command_line_refuses_scales_that_would_never_be_calibrated() -> Non
     with pytest.raises(SpecError, match="tool quantize: method=static needs calibration=N"):
         make_tools([spec], alone=True)
     make_tools([spec])
+
+
+def test_the_first_step_imports_no_autoray() -> None:
+    """The import takes as long as the first step of a small model."""
+    code = """
+import sys, torch, amanda
+from torch import nn
+model = nn.Sequential(nn.Conv2d(1, 2, 1), nn.Flatten(), nn.Linear(8, 2))
+for tool in (amanda.load_tool("quantize", method="dynamic"), amanda.load_tool("prune", sparsity=0.5)):
+    with amanda.apply(tool):
+        model(torch.rand(1, 1, 2, 2)).sum().backward()
+print("autoray" in sys.modules)
+"""
+    assert children.run([sys.executable, "-c", code], check=True).stdout == "False\n"

@@ -57,20 +57,22 @@ def test_no_tool_imports_a_library_before_it_is_used() -> None:
 
 def test_the_first_step_of_a_torch_program_does_not_import_autoray() -> None:
     code = """
-import sys, torch, amanda
+import sys, numpy, torch, amanda
+from amanda.tools.libraries import infer_backend
+from amanda.tools.mapping import backend_of
 from amanda.tools.nan import NanTool
 with amanda.apply(NanTool()):
     torch.nn.Linear(2, 2)(torch.rand(2, 2)).sum().backward()
-print("autoray" in sys.modules)
-from amanda.tools.libraries import infer_backend
-from amanda.tools.mapping import backend_of
+values = [1, 1.5, None, [2.5], numpy.zeros(1), numpy.float32(1), torch.rand(1)]
+backends = list(map(backend_of, values))
+print("autoray" in sys.modules, backends == list(map(infer_backend, values)))
 class Subclass(torch.Tensor):
     pass
 tensor = torch.rand(2).as_subclass(Subclass)
 print(backend_of(tensor), infer_backend(tensor), infer_backend(torch.nn.Parameter(torch.rand(2))))
 """
     done = children.run([sys.executable, "-c", code], check=True)
-    assert done.stdout == "False\ntorch torch torch\n"
+    assert done.stdout == "False True\ntorch torch torch\n"
 
 
 @pytest.mark.slow

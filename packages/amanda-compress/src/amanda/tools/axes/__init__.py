@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from amanda.tools.libraries import do, shape
+from amanda.tools.libraries import do
 from amanda.tools.libraries import numpy as np
 from amanda.tools.mapping import spatial_axes
 
@@ -79,9 +79,9 @@ def canonical(weight: Any, layout: str | None) -> Any:
         (O, I, ...); where there is an M, (groups * M, I / groups, ...), which of a depthwise convolution's
         weight is (I * M, 1, ...).
     """
-    if layout is None:
+    if layout is None or _is_canonical(layout):
         return weight
-    unfolding = Unfolding.of(shape(weight), layout)
+    unfolding = Unfolding.of(weight.shape, layout)
     return _reshape(_transpose(_reshape(weight, unfolding.split), unfolding.order), unfolding.canonical)
 
 
@@ -95,7 +95,7 @@ def restored(array: Any, layout: str | None, extents: Sequence[int]) -> Any:
         layout: Layout of the weight, as in StandardMapping.
         extents: Shape of the weight in that layout.
     """
-    if layout is None:
+    if layout is None or _is_canonical(layout):
         return array
     unfolding = Unfolding.of(extents, layout)
     # Without groups nothing is reshaped, so the array may have other extents than the weight.
@@ -112,12 +112,19 @@ def canonical_extents(extents: Sequence[int], layout: str | None) -> tuple[int, 
         extents: Shape of the weight.
         layout: Its layout, as in StandardMapping; None for axes that have no fixed meaning.
     """
-    return tuple(extents) if layout is None else Unfolding.of(extents, layout).canonical
+    if layout is None or _is_canonical(layout):
+        return tuple(extents)
+    return Unfolding.of(extents, layout).canonical
+
+
+def _is_canonical(layout: str) -> bool:
+    # As most weights of PyTorch: nothing is to be moved.
+    return layout.startswith("OI") and "M" not in layout
 
 
 def _reshape(array: Any, extents: tuple[int, ...]) -> Any:
     """Return an array in a shape; the array itself if it has this shape."""
-    return array if tuple(shape(array)) == extents else do("reshape", array, extents)
+    return array if tuple(array.shape) == extents else do("reshape", array, extents)
 
 
 def _transpose(array: Any, order: tuple[int, ...]) -> Any:

@@ -332,8 +332,8 @@ def _split_in_shapes(elements: Array, arrays: Sequence[Array]) -> list[Array]:
     """Return the parts of a flat array of the elements of several arrays, each in its array's shape."""
     parts, start = [], 0
     for array in arrays:
-        end = start + prod(shape(array))
-        parts.append(do("reshape", elements[start:end], shape(array)))
+        end = start + prod(array.shape)
+        parts.append(elements[start:end].reshape(array.shape))
         start = end
     return parts
 

@@ -367,6 +367,13 @@ def make_observer(
         rounding: Of "mse", as in `fake_quantize`.
         percentile: Of "percentile", above 50.
     """
+    return new_observer(name, grid, axes, rounding, percentile)
+
+
+def new_observer(
+    name: ObserverName, grid: Grid, axes: Sequence[int], rounding: Rounding, percentile: float
+) -> Observer:
+    """Return an observer as `make_observer` does, for options that have been checked."""
     # Extremes of all channels come from one reduction; other observers need one object for each channel.
     if name == "minmax":
         return MinMaxObserver(axes)

@@ -13,7 +13,7 @@ import amanda
 from amanda.options import Name, NonNegativeInt, PositiveInt, PositiveShare, Range, checked
 from amanda.tools.mapping import PRODUCTS, SEVERAL_WEIGHTS, MappingTool, StandardMapping, product_of
 from amanda.tools.quantize._fake_quantize import Bits, FloatGrid, Grid, QuantizeError, Rounding
-from amanda.tools.quantize._observers import Observer, ObserverName, make_observer
+from amanda.tools.quantize._observers import Observer, ObserverName, new_observer
 from amanda.tools.quantize._op import QuantizedOp
 from amanda.tools.quantize._quantizer import Quantizer
 from amanda.tools.quantize._result import QuantizeResult, read_scales, write_scales
@@ -105,6 +105,8 @@ class QuantizeOptions:
         weight_bits, activation_bits = (_bits_for_paths(option, paths) for option in self._bits_options)
         if weight_bits is None and activation_bits is None:
             return None
+        if (weight_bits, activation_bits) == (self.weight_bits, self.activation_bits):
+            return self
         return replace(self, weight_bits=weight_bits, activation_bits=activation_bits)
 
     @cached_property
@@ -136,7 +138,7 @@ class QuantizeOptions:
         """Return an observer that calibrates a tensor."""
         # LSQ+ starts the scale and offset of activations from the least squared error (Bhalgat et al. 2020).
         name = self.weight_observer if weight else "mse" if self.method == "lsq+" else self.observer
-        return make_observer(name, self.grid(weight), axes, self.rounding, self.percentile)
+        return new_observer(name, self.grid(weight), axes, self.rounding, self.percentile)
 
 
 def _bits_for_paths(option: Any, paths: Sequence[str]) -> Any:

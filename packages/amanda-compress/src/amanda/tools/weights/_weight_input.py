@@ -192,11 +192,14 @@ class WeightReads(amanda.Tool):
         """Return True if each execution of an eager op may read another part of a parameter, or of a copy."""
         if not context.namespace.matches("pytorch/*/eager"):
             return False
-        if context.get_variable(index) is None:
-            return self.slices.copied_slice(context.get_inputs()[index]) is not None
-        if isinstance(context.get_variable(index), ParameterSlot):  # always the whole tensor in the slot
-            return False
-        return may_read_another_weight(context, index)
+        value, holder = context.get_inputs()[index], context.get_variable(index)
+        if holder is None:
+            return self.slices.copied_slice(value) is not None
+        import torch
+
+        # A parameter itself is the same at each execution of its op, as is the whole tensor in a slot; a view
+        # may be another one, as in a loop over `weight[i]`.
+        return not isinstance(holder, ParameterSlot) and not isinstance(value, torch.nn.Parameter)
 
     def _is_copied_or_selected(self, context: amanda.OpContext, index: int) -> bool:
         """Return True for an input that was copied or selected out of a parameter, False for a view.
@@ -480,14 +483,3 @@ def _compose_layouts(part: StridedLayout, copy: StridedLayout, view: StridedLayo
     composed = StridedLayout(tuple(positions.shape), tuple(strides), first)
     strided = torch.arange(composed.offset, composed.end).as_strided(composed.extents, composed.strides)
     return composed if torch.equal(strided, positions) else None
-
-
-def may_read_another_weight(context: amanda.OpContext, index: int) -> bool:
-    """Return True if an eager op of PyTorch may read another weight at its next execution."""
-    if not context.namespace.matches("pytorch/*/eager") or context.get_variable(index) is None:
-        return False
-    import torch
-
-    # A parameter itself is the same at each execution of its op; a view may be another one, as in a loop over
-    # `weight[i]`.
-    return not isinstance(context.get_inputs()[index], torch.nn.Parameter)

@@ -42,7 +42,7 @@ from amanda.tools.flops._cost_model import (
     write_pytorch_facts,
 )
 from amanda.tools.flops._formulas import no_cost
-from amanda.tools.flops._table import BY_SHAPES_ALONE, CONTRACTIONS, COPIES, ELEMENTWISE, count_bytes
+from amanda.tools.flops._table import BY_SHAPES_ALONE, CONTRACTIONS, COPIES, ELEMENTWISE, MOVES, count_bytes
 from amanda.tools.flops._tangents import has_tangents, tangent_op_cost
 from amanda.tools.kit import leaves, remarks_on_packed_inputs
 from amanda.tools.mapping import MappingTool, StandardMapping, share
@@ -267,7 +267,8 @@ class FlopsTool(amanda.Tool):
             return None
         if not are_shapes_enough([inputs, outputs], context["shape"]):
             return None
-        is_view = context["is_view"](inputs, outputs)
+        # Other ops count the bytes of inputs and outputs whether they share memory or not.
+        is_view = not MOVES.isdisjoint(names) and context["is_view"](inputs, outputs)
         if not (COPIES.isdisjoint(names) or is_always_or_never_view(names[1], context, is_view)):
             return None
         # Stand-ins have no memory to compare: the answer for these values holds for all.
@@ -279,21 +280,21 @@ class FlopsTool(amanda.Tool):
         sides = [context.get_inputs(), context.get_outputs() or []]
         measure, costs = self._op_cost_at_shapes, self._cost_by_shapes
         shape_counts = context["by_shape"] = ShapeCounts(context, sides, measure, costs, self._settle_counts)
-        op_cost = self._op_cost_at_shapes(context, cost=cost)
-        context["cost"], context["estimate"] = Cost(op_cost.macs or 0, op_cost.flops or 0), 0
-        self._costly_ops += bool(op_cost.flops)
-        counts = AnyShapeCount(op_cost, _op_cost_key(op_cost)) if is_free(context, names) else shape_counts
+        context["cost"], context["estimate"] = cost, 0
+        self._costly_ops += bool(cost.flops)
+        self._modules.setdefault(context.get_scope(), len(self._modules))
+        op_cost = self._op_cost_at_shapes(context) if is_free(context, names) else None
+        counts = shape_counts if op_cost is None else AnyShapeCount(op_cost, _op_cost_key(op_cost))
         context.insert_after_op(self._shared_counts(context, counts), outputs=[])
 
-    def _op_cost_at_shapes(self, context: AnyContext, shapes: Any = (), cost: Cost | None = None) -> OpCost:
-        """Compute the cost of an op at the shapes of a context, unless it is given; return a new OpCost."""
+    def _op_cost_at_shapes(self, context: AnyContext, shapes: Any = ()) -> OpCost:
+        """Compute the cost of an op at the shapes of a context; return a new OpCost."""
         # `shapes` are those of the context once more, as ShapeCounts passes them to each `measure`.
         outputs = context.get_outputs() or []
         names, op_cost = (context.get_forward_op_type(), context["type"]), self._new_op_cost(context)
-        if cost is None:
-            op_shapes = shapes_of(context, context.get_inputs(), outputs)
-            cost = self._model.cost_of_op(names, op_shapes, op_cost.source, context["complex_products"])
-            op_cost.estimate = 0 if cost else op_shapes.estimate
+        op_shapes = shapes_of(context, context.get_inputs(), outputs)
+        cost = self._model.cost_of_op(names, op_shapes, op_cost.source, context["complex_products"])
+        op_cost.estimate = 0 if cost else op_shapes.estimate
         op_cost.macs, op_cost.flops = cost or (None, None)
         op_cost.bytes = bytes_moved(context, names, outputs)
         return op_cost
@@ -353,7 +354,6 @@ class FlopsTool(amanda.Tool):
         Where shapes do not decide the cost, it is known for those of the first execution alone.
         """
         sides = [context.get_grad_outputs() or [], context.get_grad_inputs() or []]
-        op_cost = self._shared_op_cost(self._gradient_op_cost(context))
         word = kind.removesuffix("_backward")
         by_elements = word in _TYPES_BY_ELEMENTS or word.removesuffix("_backward") in CONTRACTIONS
         # A formula of the program may read more than shapes.
@@ -363,7 +363,8 @@ class FlopsTool(amanda.Tool):
             counts = ShapeCounts(context, sides, measure, costs, self._settle_counts, forward)
             context.insert_after_backward_op(self._shared_counts(context, counts), grad_inputs=[])
             return
-        # The cost came from a run of inner operators at the first shapes, and holds for no others.
+        # The cost comes from a run of inner operators at the first shapes, and holds for no others.
+        op_cost = self._shared_op_cost(self._gradient_op_cost(context))
         unknown_cost = self._shared_op_cost(_unknown_gradient_cost(context))
         first_shape_count = FirstShapeCount(op_cost, unknown_cost, self._shared_op_cost)
         context.insert_after_backward_op(first_shape_count.count, grad_inputs=[])

@@ -212,6 +212,7 @@ def layout(kind: str, extents: Sequence[int | None] | None) -> str | None:
 
 
 _NODE_NAME = re.compile(r"(.+?)((?:Backward)*)\d*")
+_DIMENSION, _WORD_BEGIN = re.compile(r"(?<=[a-z])(\d)D(?![a-z])"), re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 
 
 @lru_cache(maxsize=1024)
@@ -251,8 +252,7 @@ def node_word(stem: str, kind: str) -> str:
 @lru_cache(maxsize=1024)
 def snake(name: str) -> str:
     """Return a name in snake case: `max_pool2d_with_indices` for `MaxPool2DWithIndices`."""
-    lowered = re.sub(r"(?<=[a-z])(\d)D(?![a-z])", r"\1d", name)
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", lowered).lower()
+    return _WORD_BEGIN.sub("_", _DIMENSION.sub(r"\1d", name)).lower()
 
 
 # Of an op's word: which node gives the weight's gradient in the weight's shape, and in which place.

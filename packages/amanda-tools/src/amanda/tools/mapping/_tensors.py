@@ -21,12 +21,14 @@ def backend_of(value: Any) -> str:
 
 @cache
 def _framework_of_class(kind: Any) -> str | None:
-    """Return the framework that a class of tensors derives from, registered with autoray; None of others."""
-    roots = (base.__module__.partition(".")[0] for base in kind.__mro__)
+    """Return the library of a class, or the framework that it derives from, known to autoray; or None."""
+    own_root, *roots = (base.__module__.partition(".")[0] for base in kind.__mro__)
+    # autoray is not asked about these libraries' own classes: its import would delay the first step.
+    if own_root in (*_FRAMEWORKS, "numpy", "builtins"):
+        return str(own_root)
     framework = next((root for root in roots if root in _FRAMEWORKS), None)
-    # autoray knows only the module of the class itself, which for a subclass is the user's.  It is not asked
-    # to register the framework's own classes: its import would delay the first step.
-    if framework is not None and kind.__module__.partition(".")[0] != framework:
+    # autoray knows only the module of the class itself, which for a subclass is the user's.
+    if framework is not None:
         register_backend(kind, framework)
     return framework
 

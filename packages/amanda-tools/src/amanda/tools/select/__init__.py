@@ -24,6 +24,7 @@ __all__ = [
 
 _MAX_REJECTED = 10_000
 _MAX_EXAMPLES = 8
+_WILDCARDS = frozenset("*?[")
 
 Globs: TypeAlias = Sequence[Name] | Name | None
 """Names in which `*` and `?` stand for letters, or a single one; None for all, an empty list for none."""
@@ -45,6 +46,7 @@ class Patterns:
         self.patterns = None if pattern_list is None else tuple(map(self._spelt, pattern_list))
         self.unused = dict.fromkeys(self.patterns or ())
         self.rejected: set[str] = set()
+        self._answers: dict[tuple[str, ...], bool] = {}  # by names, since many ops have the same
 
     @property
     def matched(self) -> bool:
@@ -55,6 +57,8 @@ class Patterns:
         """Return True if an op that has one of these names is selected; note what fitted and what did not."""
         if self.patterns is None:
             return True
+        if names in self._answers:
+            return self._answers[names]
         texts = [self._spelt(name) for name in names]
         matches = [pattern for pattern in self.patterns if any(self._fits(text, pattern) for text in texts)]
         for pattern in matches:
@@ -62,6 +66,8 @@ class Patterns:
         # Bounded: a long run may have any number of names.
         if not matches and len(self.rejected) < _MAX_REJECTED:
             self.rejected.update(texts)
+        if len(self._answers) < _MAX_REJECTED:
+            self._answers[names] = bool(matches)
         return bool(matches)
 
     def _spelt(self, name: str) -> str:
@@ -70,7 +76,7 @@ class Patterns:
 
     def _fits(self, name: str, pattern: str) -> bool:
         """Return True if a pattern selects a name, both as `_spelt` returns them."""
-        return fnmatchcase(name, pattern)
+        return _matches(name, pattern)
 
     def __str__(self) -> str:
         return self.text(self.patterns or ())
@@ -87,8 +93,7 @@ class Paths(Patterns):
         return name.replace("/", ".")
 
     def _fits(self, name: str, pattern: str) -> bool:
-        # fnmatchcase: names of modules differ by case, on every system.
-        return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
+        return _matches(name, pattern) or _matches(name, f"{pattern}.*")
 
 
 class ModulePaths(Paths):
@@ -97,7 +102,12 @@ class ModulePaths(Paths):
     def _fits(self, name: str, pattern: str) -> bool:
         if not name or not pattern:  # the model itself
             return name == pattern
-        return name.count(".") == pattern.count(".") and fnmatchcase(name, pattern)
+        return name.count(".") == pattern.count(".") and _matches(name, pattern)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    # fnmatchcase: names of modules differ by case, on every system.  It compiles each pattern.
+    return name == pattern if _WILDCARDS.isdisjoint(pattern) else fnmatchcase(name, pattern)
 
 
 def listed(option: str, value: Any, error: type[AmandaError]) -> list[str] | None:

@@ -302,13 +302,18 @@ class ProgramOp:
 class RecordedOp:
     """A recorded op.
 
-    op: at the begin of the first execution.  input_roots: by which ops of one place are told apart.
+    op: has the fields that all executions share.  index: in the graph.  framework: position in `frameworks`.
+    inputs: at the begin of the first execution.  input_roots: by which ops of one place are told apart.
     written_inputs: index of each written input after the op, by flat position.
     record: the same for native code, which counts further executions there.
     other_versions: new versions of tensors in written memory that were read since, or of a leaf's gradient.
     """
 
     op: Op
+    index: int
+    framework: int
+    inputs: tuple[Position, ...]
+    forward: int | None
     calls: int | None
     input_roots: tuple[Position, ...]
     recomputations: int = 0
@@ -322,7 +327,8 @@ class RecordedOp:
 class RecordedTensor:
     """A recorded tensor.
 
-    root: the tensor before it was first written; UNKNOWN for new data from outside.
+    tensor: without its index and consumers.  root: the tensor before it was first written; UNKNOWN for new
+    data from outside.
     consumers: the ops that read it, or write a part of its memory, as keys.
     """
 
@@ -357,8 +363,7 @@ class GraphRecorder:
         index = root = len(self.tensors)
         if is_same_tensor and new_tensor.alias_of is not None:
             root = self.tensors[new_tensor.alias_of].root
-        recorded = RecordedTensor(replace(new_tensor, index=index), UNKNOWN if from_outside else root)
-        self.tensors.append(recorded)
+        self.tensors.append(RecordedTensor(new_tensor, UNKNOWN if from_outside else root))
         self._graph = None
         return index
 
@@ -368,9 +373,10 @@ class GraphRecorder:
         """Add an op, as a reader of its inputs, and its first execution; return its index."""
         index = len(self.ops)
         framework = self._framework_numbers.setdefault(program_op.framework, len(self._framework_numbers))
-        op = replace(program_op.op, index=index, framework=framework, inputs=inputs, forward=forward_op)
         calls = None if program_op.symbolic else int(not recomputed)
-        self.ops.append(RecordedOp(op, calls, self._roots(inputs), recomputations=int(recomputed)))
+        self.ops.append(RecordedOp(
+            program_op.op, index, framework, inputs, forward_op, calls, self._roots(inputs), int(recomputed)
+        ))  # fmt: skip
         program_op.ops.append(index)
         for tensor in indices_at(inputs):
             self.tensors[tensor].consumers[index] = None
@@ -390,9 +396,9 @@ class GraphRecorder:
         """
         written = [(i, index, self.tensors[index].root) for i, index in writes.items()]
         recorded.record = interceptor.ExecutionRecord(
-            recorded.op.index, recorded.op.inputs, recorded.input_roots, recorded.outputs,
+            recorded.index, recorded.inputs, recorded.input_roots, recorded.outputs,
             self._roots(recorded.outputs), tuple(written),
-            -1 if recorded.op.forward is None else recorded.op.forward,
+            -1 if recorded.forward is None else recorded.forward,
         )  # fmt: skip
         program_op.records.add(recorded.record)
 
@@ -429,14 +435,15 @@ class GraphRecorder:
         if calls is not None and record is not None:
             calls, recomputations = calls + record.calls, recomputations + record.recomputations
         return replace(
-            recorded.op, outputs=recorded.outputs, calls=calls, recomputations=recomputations,
+            recorded.op, index=index, framework=recorded.framework, inputs=recorded.inputs,
+            outputs=recorded.outputs, forward=recorded.forward, calls=calls, recomputations=recomputations,
             writes=tuple(tensor for tensor in writes if tensor not in outputs),
         )  # fmt: skip
 
     def tensor(self, index: int) -> Tensor:
         """Return a recorded tensor as it is now."""
         recorded = self.tensors[index]
-        return replace(recorded.tensor, consumers=tuple(recorded.consumers))
+        return replace(recorded.tensor, index=index, consumers=tuple(recorded.consumers))
 
     def producers(self, op: Op) -> list[Op]:
         """Return the ops that made the tensors that a recorded op reads or writes, each once."""

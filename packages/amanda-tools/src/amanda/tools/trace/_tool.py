@@ -46,6 +46,7 @@ class TraceTool(amanda.Tool):
         self._executions, self._limit = executions, limit
         self._records_attributes, self._counts_executions = attributes, count
         self.clear()
+        self._graph_so_far = GraphSoFar(self)
         # A rule, so that tools that depend on this one find the graph when they analyse an op.
         self.depends_on(StandardMapping(), MappingTool([["*", self._add_graph]]))
         # Closing: tools that depend on this one read the graph before the op is in it.
@@ -75,7 +76,7 @@ class TraceTool(amanda.Tool):
         self._program_op_by_ids: dict[Hashable, ProgramOp] = {}
 
     def _add_graph(self, context: amanda.OpContext) -> None:
-        context["graph"] = GraphSoFar(self)
+        context["graph"] = self._graph_so_far
 
     def _instrument_before(self, context: amanda.OpContext) -> None:
         """Insert the routines that record the inputs of an op."""

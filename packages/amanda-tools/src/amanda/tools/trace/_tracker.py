@@ -259,7 +259,7 @@ class ExecutionTracker:
         if repeated_op is None:
             input_positions = tuple(map_position(self._tensors.record_input, value) for value in inputs)
         else:
-            input_positions = self._recorder.ops[repeated_op].op.inputs
+            input_positions = self._recorder.ops[repeated_op].inputs
             self._tensors.set_indices(inputs, input_positions, only_changed=True)
         # Versions before the op: one that has changed afterwards tells an input that was written.
         input_states = [self._tensors.input_state(value) for value in leaves(inputs)]
@@ -377,7 +377,7 @@ class ExecutionTracker:
         self.before_op(*context.get_inputs(), program_op=program_op)
         self.after_op(*(context.get_outputs() or ()), program_op=program_op)
         for index in program_op.ops:
-            self.values.note_call(context, list(indices_at(self._recorder.ops[index].op.inputs)))
+            self.values.note_call(context, list(indices_at(self._recorder.ops[index].inputs)))
 
     def current_inputs(self, context: amanda.OpContext) -> list[int]:
         """Return the indices of the inputs that a context's op has now; of a backward op, of the gradients.
@@ -425,7 +425,7 @@ class ExecutionTracker:
         """Record the outputs of a new op, and set the indices of an execution's outputs."""
         if execution.repeated_op is None:
             states = [state for state in execution.input_states if state is not None]
-            op = recorded.op.index
+            op = recorded.index
             record_output = partial(self._tensors.record_output, program_op, op=op, input_states=states)
             recorded.outputs = tuple(map_position(record_output, output, keep=True) for output in outputs)
         self._tensors.set_indices(outputs, recorded.outputs)
