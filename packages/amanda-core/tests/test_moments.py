@@ -53,6 +53,31 @@ def test_they_are_those_of_exact_sums(kind: str, count: int, bits: int) -> None:
 
 
 @KINDS
+@pytest.mark.parametrize("count", [1, 2, 4095, 4097, 40_000])
+@pytest.mark.parametrize("number", [0.0, -0.0, 1.0, -0.1, 1e-45, 3e38])
+def test_equal_numbers_are_measured_as_others_are(kind: str, count: int, number: float) -> None:
+    values = array(kind, [number] * count)
+    moments, mixed, others = (interceptor.Moments(4) for _ in range(3))
+    assert moments.add(values)
+    mean, magnitude = values[0], abs(values[0])
+    expected = (count, mean, 0.0, count * magnitude, mean, mean, 0, 0, 0, count * (not number))
+    assert moments.numbers == pytest.approx(expected, rel=1e-12, abs=1e-20 * magnitude * magnitude)
+    # A block in which a last number differs counts each of its numbers.
+    assert mixed.add(array(kind, [*values, 7.0] * 2))
+    assert others.add(array(kind, [7.0] * 2))
+    counts, mixed_counts, other_counts = (
+        struct.unpack("4101q", measured.counts or b"") for measured in (moments, mixed, others)
+    )
+    assert [2 * x + y for x, y in zip(counts, other_counts, strict=True)] == list(mixed_counts)
+    # Non-finite numbers are dropped from a block before the rest are compared.
+    assert others.add(array(kind, [math.nan, *values]))
+    assert others.numbers[6] == 1
+    assert [x + y for x, y in zip(counts, other_counts, strict=True)] == [
+        *struct.unpack("4101q", others.counts or b"")
+    ]
+
+
+@KINDS
 def test_what_is_not_finite_is_counted_apart(kind: str) -> None:
     moments = interceptor.Moments(0)
     assert moments.add(array(kind, [math.nan] * 5000))

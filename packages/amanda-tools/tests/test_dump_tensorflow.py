@@ -62,3 +62,33 @@ def test_a_session_and_types_that_numpy_lacks_are_dumped(tmp_path: Path) -> None
     np.testing.assert_array_equal(arrays(dump, "relu", "output")[0], np.full((2, 3), 3.0))
     cast = arrays(dump, "to", "output")[0]
     assert cast.dtype == ml_dtypes.bfloat16
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])  # native code reads the first one
+def test_summaries_of_a_graph_do_not_depend_on_who_measures(
+    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = tf.Variable(tf.random.stateless_normal([4, 4], [1, 2]))
+
+    @tf.function(input_signature=[tf.TensorSpec([None, 4])])
+    def step(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            first, second = tf.split(tf.cast(tf.nn.relu(x @ weight), dtype), 2, axis=-1)
+            loss = tf.reduce_sum(tf.cast(first * second, tf.float32))
+        weight.assign_sub(1e-3 * tape.gradient(loss, weight))
+        return loss, tf.shape(x)
+
+    def entries(folder: str) -> list[Any]:
+        weight.assign(tf.random.stateless_normal([4, 4], [1, 2]))
+        tool = DumpTool(tmp_path / folder, inputs="summary", executions=None)
+        with amanda.apply(tool):
+            for number in (3, 40, 1, 0, 3):
+                step(tf.random.stateless_normal([number, 4], [number, 0]))
+                tool.add_returned(tf.constant([number]))  # which stands between the entries of two steps
+                assert len(Dump(tool.result.folder)) == len(tool.result.entries)
+        return tool.result.entries
+
+    native = entries("native")
+    assert [entry.shape for entry in native if entry.role == "weight gradient"] == [(4, 4)] * 5
+    monkeypatch.setattr("amanda.interceptor.NATIVE", False)
+    assert entries("python") == native

@@ -12,6 +12,7 @@ import pytest
 import tensorflow as tf
 
 import amanda
+from amanda.drivers.tensorflow.function import FunctionDriver
 from amanda.tools.nan import Finding, NanTool
 
 
@@ -253,3 +254,25 @@ def test_what_native_code_finds_finite_is_passed_over_and_nothing_else(
     monkeypatch.setattr("amanda.interceptor.nonfinite", lambda arrays: list(range(len(arrays))))
     assert native == told()
     assert "NaN" in str(native)
+
+
+@pytest.mark.parametrize("numbers", [(1.0, 2.0, 3.0), (1.0, np.nan, 2.0, 3.0)])
+def test_ops_that_end_in_a_later_batch_than_they_begin_in_are_counted_once(
+    numbers: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @tf.function
+    def step(x: Any) -> Any:
+        return tf.sqrt(tf.exp(x) + 1.0) @ tf.ones((2, 2))
+
+    def result() -> Any:
+        tool = NanTool()
+        with amanda.apply(tool):
+            for number in numbers:
+                step(tf.constant([[number, 1.0]]))
+        return tool.result
+
+    together = result()
+    monkeypatch.setattr(FunctionDriver, "observer_bytes", 0)  # a batch for each observer
+    apart = result()
+    assert apart.executions == together.executions > 3 * len(numbers)
+    assert [entered.step for entered in apart.entered] == [entered.step for entered in together.entered]

@@ -154,7 +154,7 @@ def gathered_program() -> Any:
 
 def rows(native: bool, monkeypatch: pytest.MonkeyPatch, clears: bool = False, every: int = 1) -> Any:
     if not native:
-        monkeypatch.setattr(StatsTool, "_find_tensors", lambda self, executions, gathered: None)
+        monkeypatch.setattr(StatsTool, "_tensors_of_batch", lambda self, executions: ())
     step, tool = gathered_program(), StatsTool(every=every)
     with amanda.apply(tool):
         for number, size in enumerate((3, 1, 5, 1, 40_000)):

@@ -5,21 +5,23 @@ from __future__ import annotations
 import os
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import amanda
+from amanda.action import Executions
 from amanda.backend import State
 from amanda.options import NonNegativeInt, OutputFolder, PositiveInt, checked
 from amanda.tools.dump._reader import UNMEASURED, Entry, Format, Op, RawEntry
-from amanda.tools.dump._writer import Writer, exact_array, summarize
+from amanda.tools.dump._writer import Writer, exact_array, sample_of
 from amanda.tools.kit import OpRecord, OpTensor, Role, TensorTool, leaves, parameter_paths, tensors_of
 from amanda.tools.mapping import itemsize
 from amanda.tools.results import Column, Result, amount
 from amanda.tools.select import SelectOptions, select
+from amanda.tools.stats import Accumulator
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -198,29 +200,58 @@ class DumpTool(TensorTool[_IndexedOp]):
         self._dtype = context["dtype"]
         return super()._record(context, phase, kind)
 
-    def observe(self, record: _IndexedOp, tensors: Iterator[OpTensor], execution: int) -> None:
-        """Add the tensors of an execution."""
-        self.observe_all([(record, tensors, execution)])
+    def _observe_executions(self, executions: Executions) -> None:
+        """Add the tensors of a batch of executions in a graph; where all are summarised, by native code."""
+        columns = executions.prepared(self._columns_of)
+        if not (columns and self._add_summaries(executions, *columns)):
+            columns.clear()  # native code cannot read one of the tensors
+            super()._observe_executions(executions)
 
-    def observe_all(self, observed: Iterable[tuple[_IndexedOp, Iterator[OpTensor], int]]) -> None:
-        """Measure the tensors of executions of many ops, all at once, and add their entries."""
-        # What is measured; its numbers if they are stored; the entry.
-        pending: list[tuple[Any, NDArray[Any] | None, Entry]] = []
-        for record, tensors, execution in observed:
-            for op_tensor in tensors:
-                keep = self._keep_by_role[op_tensor.role.split()[-1]]
-                if keep != "no":
-                    to_measure, shape, stored_array, left_out = self._select_data(op_tensor, keep)
-                    entry = Entry(
-                        record.index, self._next_order, execution, op_tensor.role, op_tensor.position, shape,
-                        op_tensor.dtype, UNMEASURED, left_out=left_out, batches=op_tensor.batches,
-                    )  # fmt: skip
-                    pending.append((to_measure, stored_array, entry))
-            self._next_order += 1
-        # All at once: an accumulator measures the tensors of many ops together.
-        summaries = summarize([to_measure for to_measure, *_ in pending])
-        for (_, stored_array, entry), (statistics, sample) in zip(pending, summaries, strict=True):
-            self._writer.add(RawEntry(entry, statistics, sample), stored_array)
+    def _columns_of(self, executions: Executions) -> list[Any]:
+        """Return facts of a batch's tensors, which `_add_summaries` takes; [] if not all are summarised."""
+        is_full = "full" in self._keep_by_role.values()
+        if is_full or self._every > 1 or self._executions or not amanda.interceptor.NATIVE:
+            return []
+        return [*zip(*(
+            (position, length, i, options["record"].index, tensor.role, tensor.position, tensor.dtype)
+            for position, length, i, options, tensor in self._tensors_of_batch(executions)
+            if self._keep_by_role[tensor.role.split()[-1]] != "no"
+        ), strict=True)]  # fmt: skip
+
+    def _add_summaries(self, executions: Executions, positions: Any, lengths: Any, *facts: Any) -> bool:
+        """Measure tensors of a batch; return False, having added none, if native code cannot read one."""
+        tensors, moments_type = executions.tensors, amanda.interceptor.Moments
+        arrays: Any = tuple([tensors_of(tensors[i]).shared(tensors[i]) for i in positions])
+        moments = tuple([moments_type() for _ in arrays])
+        if moments_type.add_all(moments, arrays, lengths):
+            return False
+        numbers, order = self._count_executions(executions), self._next_order
+        self._next_order += len(numbers)
+        measured = [array.shape for array in arrays], moments, list(map(sample_of, arrays))
+
+        def make_entries() -> Iterator[RawEntry]:
+            for i, op, role, position, dtype, shape, sums, sample in zip(*facts, *measured, strict=True):
+                entry = Entry(op, order + i, numbers[i], role, position, shape, dtype, UNMEASURED)
+                yield RawEntry(entry, sums.numbers, sample)
+
+        self._writer.add(make_entries)
+        return True
+
+    def observe(self, record: _IndexedOp, tensors: Iterator[OpTensor], execution: int) -> None:
+        """Measure the tensors of an execution, and add their entries."""
+        for tensor in tensors:
+            keep = self._keep_by_role[tensor.role.split()[-1]]
+            if keep != "no":
+                to_measure, shape, stored_array, left_out = self._select_data(tensor, keep)
+                entry = Entry(
+                    record.index, self._next_order, execution, tensor.role, tensor.position, shape,
+                    tensor.dtype, UNMEASURED, left_out=left_out, batches=tensor.batches,
+                )  # fmt: skip
+                accumulator = Accumulator(None)
+                accumulator.add(to_measure)
+                raw = RawEntry(entry, accumulator.vector(), sample_of(to_measure))
+                self._writer.add(raw, stored_array)
+        self._next_order += 1
 
     def _select_data(
         self, op_tensor: OpTensor, keep: Keep
@@ -228,8 +259,6 @@ class DumpTool(TensorTool[_IndexedOp]):
         """Return what to measure, the shape, numbers to store, and a limit that forbids it; count bytes."""
         tensors = tensors_of(op_tensor.tensor)
         to_measure = tensors.shared(op_tensor.tensor)
-        if to_measure is not None and keep == "summary":  # a hot path
-            return to_measure, to_measure.shape, None, None
         shape = tensors.extents(op_tensor.tensor) if to_measure is None else to_measure.shape
         # A type without a known size counts as the widest.
         size = prod(shape) * (itemsize(op_tensor.dtype) or 8)
@@ -246,10 +275,9 @@ class DumpTool(TensorTool[_IndexedOp]):
             left_out = "its layout"
         if to_measure is None:
             to_measure = op_tensor.tensor if array is None else array
-        if not is_stored:
-            array = None
-        self._stored_bytes += 0 if array is None else array.nbytes
-        return to_measure, shape, array, left_out
+        stored_array = array if is_stored else None
+        self._stored_bytes += 0 if stored_array is None else stored_array.nbytes
+        return to_measure, shape, stored_array, left_out
 
 
 def _rank_folder(folder: Path) -> Path:

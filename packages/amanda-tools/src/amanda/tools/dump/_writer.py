@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import lru_cache
 from hashlib import sha256
@@ -36,23 +36,16 @@ from amanda.tools.dump._reader import (
 from amanda.tools.kit import tensors_of
 from amanda.tools.libraries import numpy as np
 from amanda.tools.results import is_lock, locked, to_json
-from amanda.tools.stats import Accumulator
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from amanda import Report
 
+    RawEntries = Callable[[], Iterable[RawEntry]]
+
 SAMPLE_SIZE = 32
 """Numbers in a sample."""
-
-
-def summarize(tensors: Sequence[Any]) -> list[tuple[Sequence[float], NDArray[Any]]]:
-    """Measure tensors; return for each the fields of `Statistics`, and a sample in its element type."""
-    accumulators = [Accumulator(None) for _ in tensors]
-    Accumulator.add_all(zip(accumulators, tensors, strict=True))
-    vectors = (accumulator.vector() for accumulator in accumulators)
-    return [(vector, _sample(tensor)) for vector, tensor in zip(vectors, tensors, strict=True)]
 
 
 def exact_array(tensor: Any) -> NDArray[Any] | None:
@@ -62,13 +55,13 @@ def exact_array(tensor: Any) -> NDArray[Any] | None:
     return None if dense is None else tensors.exact(dense)
 
 
-def _sample(tensor: Any) -> NDArray[Any]:
+def sample_of(tensor: Any) -> NDArray[Any]:
     """Return at most `SAMPLE_SIZE` numbers of a tensor, at even distances; none of one that has no array."""
     if isinstance(tensor, np.ndarray):  # a hot path
         return tensor.take(_sample_positions(tensor.size))
     tensors = tensors_of(tensor)
     if (array := tensors.shared(tensor)) is not None:
-        return _sample(array)
+        return sample_of(array)
     dense = tensors.dense(tensor)
     size = 0 if dense is None else prod(tensors.extents(dense))
     return tensors.exact(tensors.at(dense, _sample_positions(size).tolist())) if size else np.empty(0)
@@ -138,6 +131,7 @@ class Writer:
     def clear(self) -> None:
         """Delete all entries, and keep the ops; the next write removes the entries in the folder."""
         self._raw_entries: list[RawEntry] = []
+        self._unmade: list[RawEntries] = []  # behind those
         # JSON of the entries that have been written; tensors by key for the next file, with their bytes.
         self._texts: list[str] = []
         self._pending_tensors: dict[str, NDArray[Any]] = {}
@@ -157,23 +151,32 @@ class Writer:
         with _LOCK:
             # An entry names its file before that is written, so the name alone proves nothing.
             shard = self._shard_name() if self._pending_tensors else ""
-            return [_without_tensor_in(shard, entry).to_entry() for entry in self._raw_entries]
+            return [_without_tensor_in(shard, entry).to_entry() for entry in self._made_entries()]
 
-    def add(self, raw: RawEntry, array: NDArray[Any] | None = None) -> None:
-        """Add an entry, with its tensor if that is stored; write where a file is full, or it is time to."""
+    def add(self, raw: RawEntry | RawEntries, array: NDArray[Any] | None = None) -> None:
+        """Add an entry, maybe with its tensor, or a function that makes entries when needed; write if due."""
         with _LOCK:
-            if array is not None:
-                raw = raw._replace(entry=self._add_tensor(raw.entry, array))
-            self._raw_entries.append(raw)
+            if callable(raw):
+                self._unmade.append(raw)
+            elif array is None:
+                self._made_entries().append(raw)
+            else:
+                self._made_entries().append(raw._replace(entry=self._add_tensor(raw.entry, array)))
             self._has_unwritten_entries = True
             is_due = self._pending_bytes >= SHARD or monotonic() >= self._next_write
         if is_due:
             self.flush()
 
+    def _made_entries(self) -> list[RawEntry]:
+        """Return all entries; make those that are not made yet."""
+        while self._unmade:
+            self._raw_entries += self._unmade.pop(0)()
+        return self._raw_entries
+
     def _add_tensor(self, entry: Entry, array: NDArray[Any]) -> Entry:
         """Keep a tensor for the next file; return its entry with the name of that file, and the key in it."""
         op = self.ops[entry.op]
-        name = f"{len(self._raw_entries):06d}.{op.module}.{op.type}.{entry.role}.{entry.position}"
+        name = f"{len(self._made_entries()):06d}.{op.module}.{op.type}.{entry.role}.{entry.position}"
         # Keys become names of members of an archive, where a slash would be a folder.
         key = re.sub(r"[^A-Za-z0-9_.-]", "_", name)
         self._pending_tensors[key] = array
@@ -205,7 +208,7 @@ class Writer:
         # Keeping more would fill the memory while the disk stays full.
         if self._pending_bytes >= SHARD:
             shard = self._shard_name()
-            self._raw_entries = [_without_tensor_in(shard, entry) for entry in self._raw_entries]
+            self._raw_entries = [_without_tensor_in(shard, entry) for entry in self._made_entries()]
             self._pending_tensors, self._pending_bytes = {}, 0
         self._next_write = monotonic() + _INTERVAL
 
@@ -220,7 +223,7 @@ class Writer:
             self._pending_tensors, self._pending_bytes = {}, 0
             self._shard_count += 1
         # Only new entries become text, or each write would take longer than the one before.
-        self._texts += [to_json(raw.to_entry().to_dict()) for raw in self._raw_entries[len(self._texts) :]]
+        self._texts += [to_json(raw.to_entry().to_dict()) for raw in self._made_entries()[len(self._texts) :]]
         callables = {(entry.what, entry.where) for report in self.reports for entry in report.op_by_op}
         fields = {"ops": [op_to_dict(op) for op in self.ops], "op_by_op": [*map(list, sorted(callables))]}
         index = to_json({**_index_head(), **fields})

@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
+from math import prod
 from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
 import amanda
@@ -362,15 +363,29 @@ class TensorTool(amanda.Tool, Generic[RecordT]):
     @amanda.gathered(_observe_execution)
     def _observe_executions(self, executions: Executions) -> None:
         """Count a batch of executions in a graph, and observe those that are due, all at once."""
-        observers = executions.prepared(_graph_observers)
         # Counted before the values are asked for: a batch where none is due costs no tensors.
-        numbers = [self._count_execution(observer.record, observer.role) for observer in observers]
+        numbers = self._count_executions(executions)
         if any(number is not None for number in numbers):
-            observed = zip(observers, executions.values(), numbers, strict=True)
+            observed = zip(executions.prepared(_options), executions.values(), numbers, strict=True)
             self.observe_all([
-                (observer.record, observer.tensors(values), number)
-                for observer, values, number in observed if number is not None
+                (options["record"], self._tensors_of_execution(values, **options), number)
+                for options, values, number in observed if number is not None
             ])  # fmt: skip
+
+    def _count_executions(self, executions: Executions) -> list[int | None]:
+        """Count each execution of a batch; return their numbers, None of those that are not due."""
+        options = executions.prepared(_options)
+        return [self._count_execution(option["record"], option["role"]) for option in options]
+
+    def _tensors_of_batch(self, executions: Executions) -> Iterator[tuple[int, int, int, Any, OpTensor]]:
+        """Yield position, fixed length or -1, number of the execution, options and tensor, of each tensor."""
+        for i, (execution, positions) in enumerate(zip(executions, executions.positions(), strict=True)):
+            options = execution.kwargs
+            for tensor in self._tensors_of_execution(execution.values, **options):
+                # A gradient of another size may be that of a weight no more.
+                is_fixed = options.get("is_weights") is not None
+                length = prod(tensors_of(tensor.tensor).extents(tensor.tensor)) if is_fixed else -1
+                yield positions[tensor.flat_index], length, i, options, tensor
 
     def _count_execution(self, record: RecordT, role: str) -> int | None:
         """Count an execution; return its number if it is due by `every` and `executions`, else None."""
@@ -389,35 +404,8 @@ def _note_slice(value: Any, holder: Any, run: dict[str, Any]) -> None:
     run[_SLICE] = "" if current is None else current.path.removeprefix(holder.path)
 
 
-@dataclass(eq=False, slots=True)
-class _GraphObserver:
-    """One observer in a graph, where element types never change.  first: position of the first value."""
-
-    record: Any
-    role: str
-    dtype: Dtype
-    first: int = 0
-    is_weights: Callable[[int, Any], bool] | None = None
-    layout: list[tuple[int, int, str]] | None = None  # positions, flat indices, element types
-
-    def tensors(self, values: Sequence[Any]) -> Iterator[OpTensor]:
-        """Return the tensors among the values of an execution, weights under the weight's role.
-
-        The first call fixes positions and element types for later ones, unless a value was a list.
-        """
-        layout, role, first = self.layout, self.role, self.first
-        if layout is None:
-            tensors = list(op_tensors(values, self.dtype, role, first=first))
-            # A list may have another length next time, so only flat values have a fixed layout.
-            if not any(isinstance(value, (list, tuple)) for value in values):
-                self.layout = [(tensor.position, tensor.flat_index, tensor.dtype) for tensor in tensors]
-        else:  # a hot path
-            tensors = [OpTensor(role, i, flat, values[i - first], dtype) for i, flat, dtype in layout]
-        return _with_weight_roles(iter(tensors), self.is_weights)
-
-
-def _graph_observers(executions: Sequence[Observed]) -> list[_GraphObserver]:
-    return [_GraphObserver(**execution.kwargs) for execution in executions]
+def _options(executions: Sequence[Observed]) -> list[Mapping[str, Any]]:
+    return [execution.kwargs for execution in executions]
 
 
 def _with_weight_roles(

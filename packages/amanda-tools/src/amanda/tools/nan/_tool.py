@@ -94,11 +94,12 @@ class _Batch:
     """Executions of a graph that are checked together, by their positions among these.
 
     begin_end_pairs: of each op that ends in the batch; a begin is None where it was in an earlier batch.
-    open_begins: begins without an end.  float_positions: of floating outputs among the tensors of the batch;
-    ends: of the op of each.
+    carried_pairs: those with None.  open_begins: begins without an end.  float_positions: of floating outputs
+    among the tensors of the batch; ends: of the op of each.
     """
 
     begin_end_pairs: list[tuple[int | None, int]] = field(default_factory=list)
+    carried_pairs: list[tuple[int | None, int]] = field(default_factory=list)
     open_begins: list[int] = field(default_factory=list)
     float_positions: list[int] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
@@ -268,16 +269,17 @@ class NanTool(amanda.Tool):
         """Check the calls of both routines in a batch at once; those alone whose outputs are not finite."""
         batch = executions.prepared(self._batch_of)
         suspects = batch.suspects(executions.tensors)
-        for begin, end in batch.begin_end_pairs:
-            if end not in suspects:
-                self._python_execution_count += 1
-                if begin is not None and not self._flags_by_op_id:  # a hot path
-                    continue
+        pairs = batch.begin_end_pairs
+        if not (suspects or self._flags_by_op_id):  # a hot path
+            self._python_execution_count += len(pairs) - len(batch.carried_pairs)
+            pairs = batch.carried_pairs
+        for begin, end in pairs:
             execution = executions[end]
             op: _CheckedOp = execution.kwargs["op"]
             # Inputs of an execution that began in an earlier batch were recorded in its `run`.
             recorded = execution.run.pop(op, None) if begin is None else None
             if end not in suspects:
+                self._python_execution_count += 1
                 self._flags_by_op_id.pop(op.op_id, None)
                 continue
             if begin is not None:
@@ -299,6 +301,7 @@ class NanTool(amanda.Tool):
             for leaf in floating(execution.values, op.dtype, leave=partial(self._note_unread, op)):
                 batch.float_positions.append(positions[i][leaf.flat_index])
                 batch.ends.append(i)
+        batch.carried_pairs = [(begin, end) for begin, end in batch.begin_end_pairs if begin is None]
         batch.open_begins = list(begin_by_op.values())
         return batch
 

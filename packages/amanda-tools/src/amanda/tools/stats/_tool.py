@@ -243,8 +243,8 @@ class _Stream:
 class _GatheredTensors:
     """Tensors that a graph gathers; executions: how often native code has measured them; none at first.
 
-    tensors: position among the values of a run, stream, options of the observer, place at the op, and number
-    of elements that the tensor must have, -1 for any.
+    tensors: columns of positions among the values of a run, numbers of elements that tensors must have, -1
+    for any, moments, streams, options of the observers, and places at the ops.
     """
 
     def __init__(self, gathered: Executions) -> None:
@@ -253,7 +253,7 @@ class _GatheredTensors:
     def restart(self) -> None:
         """Forget the tensors and the executions."""
         self.executions = 0
-        self.tensors: list[tuple[int, _Stream, Mapping[str, Any], OpTensor, int]] = []
+        self.tensors: list[Any] = []
 
 
 class StatsTool(TensorTool[_OpStreams]):
@@ -363,32 +363,26 @@ class StatsTool(TensorTool[_OpStreams]):
     def _observe_executions(self, executions: Executions) -> None:
         """Measure a batch of executions in a graph: the first time in Python, which finds the tensors."""
         gathered = executions.prepared(_GatheredTensors)
-        if not (tensors := gathered.tensors):
+        if not gathered.tensors:
             super()._observe_executions(executions)
             if amanda.interceptor.NATIVE and self._every == 1:
-                self._find_tensors(executions, gathered)
+                rows = []
+                for position, length, _, options, tensor in self._tensors_of_batch(executions):
+                    stream = options["record"].stream_by_label[_stream_label(tensor)]
+                    stream.observers.append(gathered)
+                    moments, place = stream.accumulator.host_moments, tensor._replace(tensor=None)
+                    rows.append((position, length, moments, stream, options, place))
+                gathered.tensors = [*zip(*rows, strict=True)]
             return
         gathered.executions += 1
-        positions, streams, options, places, lengths = zip(*tensors, strict=True)
-        values = [executions.tensors[i] for i in positions]
-        moments = tuple([stream.accumulator.host_moments for stream in streams])
+        tensors = executions.tensors
+        positions, lengths, moments, streams, options, places = gathered.tensors
+        values = [tensors[i] for i in positions]
         for i in Moments.add_all(moments, tensors_of(values[0]).buffers(values), lengths):
             streams[i].executions -= 1  # which is counted anew, maybe at another stream
             left = self._tensors_of_execution([values[i]], **{**options[i], "first": places[i].position})
             flat_index = places[i].flat_index
             self.observe(options[i]["record"], (x._replace(flat_index=flat_index) for x in left), 0)
-
-    def _find_tensors(self, executions: Executions, gathered: _GatheredTensors) -> None:
-        """Note the tensors that were measured, which are at the same positions in the next run."""
-        for execution, positions in zip(executions, executions.positions(), strict=True):
-            options = execution.kwargs
-            for tensor in self._tensors_of_execution(execution.values, **options):
-                stream, value = options["record"].stream_by_label[_stream_label(tensor)], tensor.tensor
-                stream.observers.append(gathered)
-                # A gradient of another size may be that of a weight no more.
-                length = prod(tensors_of(value).extents(value)) if options.get("is_weights") else -1
-                position, place = positions[tensor.flat_index], tensor._replace(tensor=None)
-                gathered.tensors.append((position, stream, options, place, length))
 
     def _tensors_by_accumulator(
         self, record: _OpStreams, tensors: Iterator[OpTensor]

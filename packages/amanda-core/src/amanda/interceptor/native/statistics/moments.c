@@ -61,8 +61,8 @@ static void merge(Sums *sums, const Sums *more) {
 /* ---- a block ---- */
 
 /* BLOCK_OF(name, number, word, mantissa, bias): sums of `count` numbers, and how many are not finite, in which
-   case the sums are worth nothing; where `side` is not 0, the bin of each as well.  A sum waits for the one before it, so
-   that parts of the block have sums of their own. */
+   case the sums are worth nothing; where `side` is not 0, the bin of each as well, of equal numbers that of the first alone.
+   A sum waits for the one before it, so that parts of the block have sums of their own. */
 #define BLOCK_OF(NAME, NUMBER, WORD, MANTISSA, BIAS)                                                                  \
     INLINE int NAME(const NUMBER *restrict at, int count, Sums *sums, int32_t *restrict bins, int bits, int side) {   \
         const int half = count / 2, quarter = count / 4;                                                              \
@@ -85,8 +85,10 @@ static void merge(Sums *sums, const Sums *more) {
             for (int i = 0; i < count; i++) mean += (double)at[i] / count;                                            \
         }                                                                                                             \
         double squares_2 = 0, squares_3 = 0, squares_4 = 0;                                                           \
+        const NUMBER low = least < least_2 ? least : least_2, high = most > most_2 ? most : most_2;                   \
+        const int is_constant = low == high, spread = is_constant && mean == (double)low ? 0 : quarter;               \
         _Pragma("omp simd reduction(+ : squares, squares_2, squares_3, squares_4)")                                   \
-        for (int i = 0; i < quarter; i++) {                                                                           \
+        for (int i = 0; i < spread; i++) {                                                                            \
             double distance = at[i] - mean, distance_2 = at[i + quarter] - mean;                                      \
             double distance_3 = at[i + 2 * quarter] - mean, distance_4 = at[i + 3 * quarter] - mean;                  \
             squares += distance * distance;                                                                           \
@@ -96,13 +98,12 @@ static void merge(Sums *sums, const Sums *more) {
         }                                                                                                             \
         for (int i = 4 * quarter; i < count; i++) squares += (at[i] - mean) * (at[i] - mean);                         \
         *sums = (Sums){count, mean, squares + squares_2 + squares_3 + squares_4, magnitudes + magnitudes_2,           \
-                       (double)(least < least_2 ? least : least_2), (double)(most > most_2 ? most : most_2),          \
-                       0, 0, 0, (int64_t)(zeros + zeros_2)};                                                          \
+                       (double)low, (double)high, 0, 0, 0, (int64_t)(zeros + zeros_2)};                               \
         if (!side) return 0;                                                                                          \
         /* Places are clamped before they count from 1: so the compiler takes one instruction for each bound. */      \
         const int shift = MANTISSA - bits, first = ((BIAS + LOWEST) << bits) - 1, last = first + side - 1;            \
         _Pragma("omp simd")                                                                                           \
-        for (int i = 0; i < count; i++) {                                                                             \
+        for (int i = 0; i < (is_constant ? 1 : count); i++) {                                                         \
             WORD word;                                                                                                \
             memcpy(&word, at + i, sizeof word);                                                                       \
             WORD magnitude = word & ~((WORD)1 << (8 * sizeof(WORD) - 1));                                             \
@@ -204,6 +205,11 @@ static void add_block(Sums *sums, int64_t *counts, Scratch *scratch, const char 
     if (!side) return;
     const int32_t *bins = scratch->bins;
     int i = 0;
+    if (count && block.least == block.most) { /* often zeros: gradients that do not arrive, what a mask leaves out */
+        if (counts) counts[bins[0]] += count;
+        else scratch->tables[0][bins[0]] += (uint32_t)count;
+        return;
+    }
     if (counts) {
         for (; i + 2 <= count; i += 2) { /* one read gives two bins, whichever comes first */
             uint64_t pair;
