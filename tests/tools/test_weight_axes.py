@@ -155,3 +155,11 @@ def test_the_canonical_form_has_outputs_first_and_leads_back(groups: int) -> Non
     batch = np.stack([weight, weight + 1])
     np.testing.assert_array_equal(canonical(batch, layout)[1], canonical(weight + 1, layout))
     np.testing.assert_array_equal(restored(canonical(batch, layout), layout, batch.shape), batch)
+
+
+@pytest.mark.parametrize("layout", ["OIHW", "HWIO", "IMHW"])
+def test_a_weight_of_fewer_axes_than_its_layout_is_an_error(layout: str) -> None:
+    weight = np.ones((6, 6))
+    for call in (lambda: canonical(weight, layout), lambda: canonical_extents(weight.shape, layout)):
+        with pytest.raises(ValueError, match=rf"shape \(6, 6\) has fewer axes than its layout {layout}"):
+            call()

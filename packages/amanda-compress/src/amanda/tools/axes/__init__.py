@@ -33,8 +33,12 @@ class Unfolding(NamedTuple):
         Args:
             extents: Shape of the weight.
             layout: As in StandardMapping; further axes in front of it are those of a batch.
+
+        Raises ValueError for fewer axes than the layout has.
         """
         batch_axes = len(extents) - len(layout)  # number of them, in front
+        if batch_axes < 0:
+            raise ValueError(f"a weight of shape {tuple(extents)} has fewer axes than its layout {layout}")
         axis_of = {letter: batch_axes + i for i, letter in enumerate(layout)}
         window = [axis for letter, axis in axis_of.items() if letter not in "OIM"]
         input_axis = axis_of["I"]
@@ -79,7 +83,7 @@ def canonical(weight: Any, layout: str | None) -> Any:
         (O, I, ...); where there is an M, (groups * M, I / groups, ...), which of a depthwise convolution's
         weight is (I * M, 1, ...).
     """
-    if layout is None or _is_canonical(layout):
+    if layout is None or _is_canonical(weight.shape, layout):
         return weight
     unfolding = Unfolding.of(weight.shape, layout)
     return _reshape(_transpose(_reshape(weight, unfolding.split), unfolding.order), unfolding.canonical)
@@ -95,7 +99,7 @@ def restored(array: Any, layout: str | None, extents: Sequence[int]) -> Any:
         layout: Layout of the weight, as in StandardMapping.
         extents: Shape of the weight in that layout.
     """
-    if layout is None or _is_canonical(layout):
+    if layout is None or _is_canonical(extents, layout):
         return array
     unfolding = Unfolding.of(extents, layout)
     # Without groups nothing is reshaped, so the array may have other extents than the weight.
@@ -112,14 +116,14 @@ def canonical_extents(extents: Sequence[int], layout: str | None) -> tuple[int, 
         extents: Shape of the weight.
         layout: Its layout, as in StandardMapping; None for axes that have no fixed meaning.
     """
-    if layout is None or _is_canonical(layout):
+    if layout is None or _is_canonical(extents, layout):
         return tuple(extents)
     return Unfolding.of(extents, layout).canonical
 
 
-def _is_canonical(layout: str) -> bool:
-    # As most weights of PyTorch: nothing is to be moved.
-    return layout.startswith("OI") and "M" not in layout
+def _is_canonical(extents: Sequence[int], layout: str) -> bool:
+    # As most weights of PyTorch: nothing is to be moved.  Too few axes are an error of `Unfolding`.
+    return layout.startswith("OI") and "M" not in layout and len(extents) >= len(layout)
 
 
 def _reshape(array: Any, extents: tuple[int, ...]) -> Any:
