@@ -545,3 +545,16 @@ def test_native_code_serves_the_steps_of_an_optimizer(
             momentum.mul_(0.9).add_(x)
             x.sub_(momentum)
     assert calls == []
+
+
+def test_subnormal_numbers_have_bins_of_their_own_where_the_processor_flushes_them() -> None:
+    smallest = torch.tensor([0, 1, -(2**31) + 1], dtype=torch.int32).view(torch.float32)
+    numbers = smallest.repeat_interleave(torch.tensor([20, 50, 30])).numpy()
+    expected, moments = interceptor.Moments(5), interceptor.Moments(5)
+    expected.add(numbers)
+    torch.set_flush_denormal(True)
+    try:
+        moments.add(numbers)
+    finally:
+        torch.set_flush_denormal(False)
+    assert moments.counts == expected.counts

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import random
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -473,3 +474,35 @@ def test_native_code_serves_repeated_training_steps(monkeypatch: pytest.MonkeyPa
             optimizer.step()
             optimizer.zero_grad()
     assert calls == []
+
+
+def test_failed_passes_keep_no_gradients() -> None:
+    """Where another tool has changed the gradient, Python makes up for the routine before the op."""
+    is_failing, storages = False, []
+
+    def fail(gradient: torch.Tensor) -> None:
+        if is_failing:
+            raise ValueError("no")
+
+    class After(amanda.Tool):
+        def __init__(self, routine: Callable[[torch.Tensor], Any]) -> None:
+            self.routine = routine
+            self.add_inst_for_op(self.insert, backward=True)
+
+        def insert(self, context: amanda.OpContext) -> None:
+            if context.get_backward_op().__name__ == "ExpBackward0":
+                context.insert_after_backward_op(self.routine)
+
+    x = torch.randn(8, requires_grad=True)
+    with amanda.apply(After(lambda gradient: gradient * 2), After(fail), tool := TraceTool()):
+        for step in range(12):
+            is_failing = step > 5
+            y = x.exp()
+            y.register_hook(lambda gradient: storages.append(weakref.ref(gradient.untyped_storage())))
+            with pytest.raises(ValueError, match="no") if is_failing else contextlib.nullcontext():
+                y.mul(3.0).sum().backward()
+        del y
+        gc.collect()
+        assert [storage() for storage in storages[6:]] == [None] * 6
+        assert len(storages) == 12
+    assert tool.result is not None

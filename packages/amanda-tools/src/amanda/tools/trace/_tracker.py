@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from weakref import ReferenceType
 
 import amanda
 from amanda import interceptor
@@ -337,7 +338,8 @@ class ExecutionTracker:
         if isinstance(entered := program_op.records.current(), list):
             # Native code took the execution for a repeated one, and left out the routine before the op.
             program_op.records.end()
-            self.before_backward_op(*entered, program_op=program_op)
+            grad_outputs = [item() if isinstance(item, ReferenceType) else item for item in entered]
+            self.before_backward_op(*grad_outputs, program_op=program_op)
         execution = self._end(program_op)
         if execution is None:
             return

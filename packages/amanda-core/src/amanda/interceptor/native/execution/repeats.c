@@ -321,11 +321,15 @@ static int is_idle_repeat(const Observer *observer) {
     return self->accepts_any || (self->forward && known && known >= PyList_GET_SIZE(self->forward->ops));
 }
 
-/* Begin an execution with the gradients that entered the op, by which Python makes up for the observer before the op. */
+/* Begin an execution with the gradients that entered the op, by which Python makes up for the observer before the op.
+   Weak references, where these are possible: where a routine in between raises, nobody ends the execution. */
 static int begin_late(Records *self, Thread *thread, const OpInputs *entered) {
     PyObject *gradients = PyList_New(entered->count);
-    for (Py_ssize_t i = 0; gradients && i < entered->count; i++)
-        PyList_SET_ITEM(gradients, i, Py_NewRef(entered->items[i]));
+    for (Py_ssize_t i = 0; gradients && i < entered->count; i++) {
+        PyObject *reference = PyWeakref_NewRef(entered->items[i], NULL);
+        if (!reference) PyErr_Clear(); /* such as None */
+        PyList_SET_ITEM(gradients, i, reference ? reference : Py_NewRef(entered->items[i]));
+    }
     if (!gradients) return -1;
     if (!push_open(self, (Open){.thread = thread, .execution = gradients})) return 0;
     PyErr_NoMemory();

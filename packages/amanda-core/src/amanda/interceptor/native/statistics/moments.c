@@ -86,7 +86,8 @@ static void merge(Sums *sums, const Sums *more) {
         }                                                                                                             \
         double squares_2 = 0, squares_3 = 0, squares_4 = 0;                                                           \
         const NUMBER low = least < least_2 ? least : least_2, high = most > most_2 ? most : most_2;                   \
-        const int is_constant = low == high, spread = is_constant && mean == (double)low ? 0 : quarter;               \
+        /* Not what compares equal to 0: where the processor takes subnormal numbers for 0, their bins differ. */      \
+        const int is_constant = low == high && low != 0, spread = is_constant && mean == (double)low ? 0 : quarter;   \
         _Pragma("omp simd reduction(+ : squares, squares_2, squares_3, squares_4)")                                   \
         for (int i = 0; i < spread; i++) {                                                                            \
             double distance = at[i] - mean, distance_2 = at[i + quarter] - mean;                                      \
@@ -178,7 +179,8 @@ typedef struct {
     double finite_numbers[BLOCK];
 } Scratch; /* on the stack: from the heap it would be value back to the system, and made anew, for each array */
 
-/* Whether all bits of a block are 0, as of the gradients of what has had no effect: a few words tell where not. */
+/* Whether all bits of a block are 0, as of gradients that do not arrive, and of what a mask leaves out: a few words tell
+   where not. */
 static int is_zero(const char *at, int width, int count) {
     static const double zero;
     return !memcmp(at, &zero, (size_t)width) && !memcmp(at, at + width, (size_t)width * (size_t)(count - 1));
@@ -205,7 +207,7 @@ static void add_block(Sums *sums, int64_t *counts, Scratch *scratch, const char 
     if (!side) return;
     const int32_t *bins = scratch->bins;
     int i = 0;
-    if (count && block.least == block.most) { /* often zeros: gradients that do not arrive, what a mask leaves out */
+    if (count && block.least == block.most && block.least != 0) { /* equal numbers: the first has the bin of all */
         if (counts) counts[bins[0]] += count;
         else scratch->tables[0][bins[0]] += (uint32_t)count;
         return;
