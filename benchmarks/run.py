@@ -2,7 +2,7 @@
 
     python benchmarks/run.py [NAME ...] [--quick] [--update] [--out FOLDER]
 
-Without names and flags: every benchmark, in less than half an hour, into docs/. Raw results go to
+Without names and flags: every benchmark, in about half an hour, into docs/. Raw results go to
 FOLDER/benchmarks.json, and page.py makes the page from those. A part of the benchmarks, or a quick run,
 goes to build/bench unless told otherwise; with --update the named ones take the place of those in docs/.
 """
