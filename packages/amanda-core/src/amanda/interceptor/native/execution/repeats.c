@@ -316,9 +316,9 @@ static Observation observe_before_backward(Observer *observer, Thread *thread, c
 static int is_idle_repeat(const Observer *observer) {
     const Records *self = ((const RepeatObserver *)observer)->records;
     if (observer->observe != observe_before_backward || !has_all_records(self)) return 0;
-    Py_ssize_t known = 0;
-    for (int i = 0; i < self->count; i++) known += self->records[i]->forward >= 0; /* each of another execution */
-    return self->accepts_any || (self->forward && known && known >= PyList_GET_SIZE(self->forward->ops));
+    Py_ssize_t forward_count = 0;
+    for (int i = 0; i < self->count; i++) forward_count += self->records[i]->forward >= 0; /* each of another execution */
+    return self->accepts_any || (self->forward && forward_count && forward_count >= PyList_GET_SIZE(self->forward->ops));
 }
 
 /* Begin an execution with the gradients that entered the op, by which Python makes up for the observer before the op.
