@@ -132,6 +132,28 @@ class HookRegistrar(_NativeAlone):
         """
         raise NotImplementedError
 
+    @staticmethod
+    def register_all(
+        marked: list[tuple[Any, Mark, int]], stack: Any, leaf: type, parameter: type, leaf_place: int,
+        handles: list[tuple[Any, Any]],
+    ) -> list[tuple[Any, Mark, int]]:  # fmt: skip
+        """Register the hooks that plans store for nodes; return the rest, whose hooks depend on more.
+
+        Args:
+            marked: Nodes with their marks and numbers.
+            stack: Tools of the plans whose hooks are registered.
+            leaf: Type of the nodes that accumulate the gradient of a `variable`.
+            parameter: Type of the variables that have a place of their own among an op's leaves.
+            leaf_place: Place of the first of these.
+            handles: Gets pairs of a node and a handle.
+        """
+        raise NotImplementedError
+
+    @staticmethod
+    def remove_all(handles: list[tuple[Any, Any]]) -> None:
+        """Remove hooks from nodes, and empty the list of pairs of a node and a handle."""
+        raise NotImplementedError
+
 
 class Program(_NativeAlone):
     """Routines around an op, which native code runs."""

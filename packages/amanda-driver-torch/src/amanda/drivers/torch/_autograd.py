@@ -15,7 +15,7 @@ import torch
 import torch.autograd.graph
 from amanda import interceptor
 from amanda.backend import BackwardStep, EagerDriver, Patches, State, Trace
-from amanda.interceptor import Graphs, Mark, Suspension, uninterrupted
+from amanda.interceptor import NATIVE, Graphs, HookRegistrar, Mark, Suspension, uninterrupted
 from amanda.scope import in_force
 from torch.autograd.graph import GradientEdge
 
@@ -262,7 +262,12 @@ class _BackwardPass:
         add_handle = self._node_handles.append
         # Of leaves that are not parameters; the mark is of the op that used a leaf first.
         last_index_by_mark_id: dict[int, int] = {}
-        for node, mark, sequence_number in self._marked_nodes:
+        remaining_nodes = self._marked_nodes
+        if NATIVE and may_reuse_hooks and not hooked_ids:  # most nodes of most passes
+            remaining_nodes = HookRegistrar.register_all(
+                remaining_nodes, stack, AccumulateGrad, torch.nn.Parameter, LEAF_PLACE, self._node_handles
+            )
+        for node, mark, sequence_number in remaining_nodes:
             node_type, trace = type(node), mark.trace
             is_leaf = node_type is AccumulateGrad
             # The backward op's place among those of its op, see LEAF_PLACE.
@@ -406,7 +411,8 @@ class _BackwardPass:
         Leaves out ops that may get more backward ops, as all may under create_graph.
         may_run_again: whether another pass may come through the graph.
         """
-        if self._create_graph:  # an op gets more backward ops later
+        # Under create_graph an op gets more backward ops later.
+        if self._create_graph or not self._traces_with_steps:
             return
         second_order_plans = {id(mark.trace.plan) for _, mark, _ in self._marked_nodes if mark.order}
         for trace in {id(trace): trace for trace in self._traces_with_steps}.values():

@@ -28,6 +28,9 @@ class QuickHooks:
 
 def remove_hook_handles(handles: list[tuple[Any, Any]]) -> None:
     """Remove hooks from nodes, and empty the list; handles: pairs of a node and what registering returned."""
+    if NATIVE:
+        HookRegistrar.remove_all(handles)
+        return
     for _, handle in handles:
         handle.remove()
     handles.clear()

@@ -10,15 +10,7 @@
 
 /* ---- marks ---- */
 
-typedef struct {
-    PyObject_HEAD
-    PyObject *trace, *shapes; /* owned */
-    long long begin, start, end;
-    int order;
-} Mark;
-
 static Py_ssize_t alive;
-static PyTypeObject Mark_Type;
 
 static Mark *make_mark(PyTypeObject *type, PyObject *trace, long long begin, long long start, long long end, int order,
                        PyObject *shapes) {
@@ -64,7 +56,7 @@ static PyMemberDef mark_members[] = {
      "0 for the backward ops of an op, 1 for those of its backward ops, and so on."},
     {0}};
 
-static PyTypeObject Mark_Type = {
+PyTypeObject Mark_Type = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "amanda.interceptor.Mark",
     .tp_basicsize = sizeof(Mark),
     .tp_flags = Py_TPFLAGS_DEFAULT,

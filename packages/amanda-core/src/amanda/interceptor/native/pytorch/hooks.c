@@ -1,5 +1,6 @@
 /* Hooks at a framework's backward ops: how the driver's are registered and removed, thousands in a pass. */
 #include "execution/program.h"
+#include "interception/place.h"
 #include "pytorch/autograd.h"
 #include <structmember.h>
 
@@ -174,7 +175,138 @@ static PyObject *registrar_add(PyObject *Py_UNUSED(none), PyObject *args) {
     return PyArg_ParseTuple(args, "OO", &hooks, &hook) ? add_hook(hooks, hook) : NULL;
 }
 
+/* ---- the hooks of a pass ---- */
+
+static struct {
+    PyObject *plan, *stack, *backward, *native_hooks, *is_idle, *variable, *before, *after, *remove;
+} names;
+
+/* Return the dict of hooks that the plan of a trace stores for backward ops; None if the plan is of another stack. */
+static PyObject *stored_hooks(PyObject *trace, PyObject *stack) {
+    PyObject *plan = PyObject_GetAttr(trace, names.plan), *hooks = NULL;
+    PyObject *stack_of_plan = plan ? PyObject_GetAttr(plan, names.stack) : NULL;
+    if (stack_of_plan && stack_of_plan != stack) hooks = Py_NewRef(Py_None);
+    PyObject *backward = stack_of_plan && !hooks ? PyObject_GetAttr(plan, names.backward) : NULL;
+    if (backward) hooks = PyObject_GetAttr(backward, names.native_hooks);
+    if (hooks && hooks != Py_None && !PyDict_CheckExact(hooks)) {
+        PyErr_SetString(PyExc_TypeError, "the native hooks of a plan are no dict");
+        Py_CLEAR(hooks);
+    }
+    Py_XDECREF(backward);
+    Py_XDECREF(stack_of_plan);
+    Py_XDECREF(plan);
+    return hooks;
+}
+
+typedef struct {
+    PyObject *stack, *leaf, *parameter, *handles; /* borrowed; handles: list of pairs of a node and a handle */
+    long long leaf_place;
+    PyObject *trace, *hooks; /* owned; of the last node, as nodes of one execution often follow each other */
+} Hooking;
+
+/* Read the place of a node among the backward ops of its execution; -1: only Python knows it, -2: an exception. */
+static long long place_of_node(const Hooking *pass, PyObject *node, const Mark *mark, PyObject *number) {
+    if ((PyObject *)Py_TYPE(node) != pass->leaf) {
+        long long sequence = PyLong_AsLongLong(number);
+        return sequence == -1 && PyErr_Occurred() ? -2 : sequence - mark->start;
+    }
+    uint64_t ordinal;
+    PyObject *variable = PyObject_GetAttr(node, names.variable);
+    int is_parameter = variable ? PyObject_IsInstance(variable, pass->parameter) : -1;
+    int failed = is_parameter < 0 || (is_parameter && ordinal_of(variable, &ordinal));
+    Py_XDECREF(variable);
+    return failed ? -2 : is_parameter ? pass->leaf_place + (long long)ordinal : -1;
+}
+
+/* Register a hook of a node by one of the node's methods, and keep the handle; -1: an exception. */
+static int keep_handle(const Hooking *pass, PyObject *node, PyObject *method, PyObject *hook) {
+    PyObject *args[] = {node, hook}, *handle = PyObject_VectorcallMethod(method, args, 2, NULL);
+    PyObject *pair = handle ? PyTuple_Pack(2, node, handle) : NULL;
+    int failed = !pair || PyList_Append(pass->handles, pair);
+    Py_XDECREF(pair);
+    Py_XDECREF(handle);
+    return failed ? -1 : 0;
+}
+
+/* Register the hooks that are stored for a node. 0: none are, or they depend on the execution, -1: an exception. */
+static int hook_node(Hooking *pass, PyObject *node, const Mark *mark, PyObject *number) {
+    if (mark->order) return 0;
+    if (pass->trace != mark->trace) {
+        Py_XSETREF(pass->trace, Py_NewRef(mark->trace));
+        Py_XSETREF(pass->hooks, stored_hooks(mark->trace, pass->stack));
+        if (!pass->hooks) return -1;
+    }
+    if (pass->hooks == Py_None) return 0;
+    long long place = place_of_node(pass, node, mark, number);
+    if (place < 0) return (int)place + 1;
+    PyObject *at = PyLong_FromLongLong(place), *key = at ? PyTuple_Pack(2, Py_TYPE(node), at) : NULL;
+    PyObject *stored = key ? Py_XNewRef(PyDict_GetItemWithError(pass->hooks, key)) : NULL;
+    Py_XDECREF(at);
+    Py_XDECREF(key);
+    if (!stored || !PyTuple_Check(stored) || PyTuple_GET_SIZE(stored) != 4 || PyTuple_GET_ITEM(stored, 3) != Py_None) {
+        Py_XDECREF(stored);
+        return PyErr_Occurred() ? -1 : 0;
+    }
+    PyObject *before = PyTuple_GET_ITEM(stored, 0), *after = PyTuple_GET_ITEM(stored, 1);
+    PyObject *after_alone = PyTuple_GET_ITEM(stored, 2);
+    int failed = 0, idle = 0;
+    if (before != Py_None && after_alone != Py_None) {
+        PyObject *answer = PyObject_GetAttr(before, names.is_idle);
+        failed = !answer || (idle = PyObject_IsTrue(answer)) < 0;
+        Py_XDECREF(answer);
+    }
+    if (idle > 0) after = after_alone; /* a hook costs more than most routines */
+    else if (before != Py_None) failed = failed || keep_handle(pass, node, names.before, before);
+    failed = failed || (after != Py_None && keep_handle(pass, node, names.after, after));
+    Py_DECREF(stored);
+    return failed ? -1 : 1;
+}
+
+static PyObject *registrar_register(PyObject *Py_UNUSED(none), PyObject *args) {
+    PyObject *marked;
+    Hooking pass = {0};
+    if (!PyArg_ParseTuple(args, "O!OO!O!LO!", &PyList_Type, &marked, &pass.stack, &PyType_Type, &pass.leaf, &PyType_Type,
+                          &pass.parameter, &pass.leaf_place, &PyList_Type, &pass.handles))
+        return NULL;
+    PyObject *remaining = PyList_New(0);
+    int failed = !remaining;
+    for (Py_ssize_t i = 0; !failed && i < PyList_GET_SIZE(marked); i++) {
+        PyObject *item = Py_NewRef(PyList_GET_ITEM(marked, i)), *node, *number;
+        Mark *mark;
+        int hooked = PyArg_ParseTuple(item, "OO!O", &node, &Mark_Type, &mark, &number) ? hook_node(&pass, node, mark, number) : -1;
+        failed = hooked < 0 || (!hooked && PyList_Append(remaining, item));
+        Py_DECREF(item);
+    }
+    Py_XDECREF(pass.trace);
+    Py_XDECREF(pass.hooks);
+    if (failed) Py_CLEAR(remaining);
+    return remaining;
+}
+
+static PyObject *registrar_remove(PyObject *Py_UNUSED(none), PyObject *handles) {
+    if (!PyList_Check(handles)) return PyErr_Format(PyExc_TypeError, "a list of handles is wanted, not %R", handles);
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(handles); i++) {
+        PyObject *pair = PyList_GET_ITEM(handles, i);
+        if (!PyTuple_Check(pair) || PyTuple_GET_SIZE(pair) != 2) return PyErr_Format(PyExc_TypeError, "no pair of a node and a handle: %R", pair);
+        PyObject *handle = Py_NewRef(PyTuple_GET_ITEM(pair, 1));
+        PyObject *answer = Py_IS_TYPE(handle, &NodeHooks_Type) ? hooks_remove(handle, NULL) : PyObject_CallMethodNoArgs(handle, names.remove);
+        Py_DECREF(handle);
+        if (!answer) return NULL;
+        Py_DECREF(answer);
+    }
+    if (PyList_SetSlice(handles, 0, PyList_GET_SIZE(handles), NULL)) return NULL;
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef registrar_methods[] = {
+    {"register_all", registrar_register, METH_VARARGS | METH_STATIC,
+     "register_all(marked, stack, leaf, parameter, leaf_place, handles): register the hooks that plans store for nodes.\n\n"
+     "Returns the items of `marked` whose hooks are not stored, or depend on the execution; adds pairs of a node and a\n"
+     "handle to `handles`.\n\n"
+     "marked: triples of a node, its mark and its number.  stack: of the plans.  leaf: type of the nodes that accumulate\n"
+     "the gradient of a `variable`.  parameter: type of variables that have a place of their own: `leaf_place` and up."},
+    {"remove_all", registrar_remove, METH_O | METH_STATIC,
+     "remove_all(handles): remove hooks from nodes, and empty the list of pairs of a node and a handle."},
     {"add", registrar_add, METH_VARARGS | METH_STATIC,
      "add(hooks, hook): add a hook to those of a node, None for none yet; return the hooks, and a handle with `remove()` and `hook`."},
     {0}};
@@ -193,7 +325,18 @@ static PyTypeObject HookRegistrar_Type = {
     .tp_methods = registrar_methods,
 };
 
+static int intern_names(void) {
+    struct {
+        PyObject **name;
+        const char *text;
+    } texts[] = {{&key, "amanda"}, {&names.plan, "plan"}, {&names.stack, "stack"}, {&names.backward, "backward"},
+                 {&names.native_hooks, "native_hooks"}, {&names.is_idle, "is_idle"}, {&names.variable, "variable"},
+                 {&names.before, "register_prehook"}, {&names.after, "register_hook"}, {&names.remove, "remove"}};
+    for (size_t i = 0; i < sizeof texts / sizeof *texts; i++)
+        if (!*texts[i].name && !(*texts[i].name = PyUnicode_InternFromString(texts[i].text))) return -1;
+    return 0;
+}
+
 int hooks_boot(PyObject *names) {
-    if (!key) key = PyUnicode_InternFromString("amanda");
-    return !key || PyType_Ready(&NodeHooks_Type) || PyType_Ready(&HookHandle_Type) || add_type(names, "HookRegistrar", &HookRegistrar_Type) ? -1 : 0;
+    return intern_names() || PyType_Ready(&NodeHooks_Type) || PyType_Ready(&HookHandle_Type) || add_type(names, "HookRegistrar", &HookRegistrar_Type) ? -1 : 0;
 }
