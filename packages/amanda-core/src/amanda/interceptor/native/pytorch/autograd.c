@@ -265,9 +265,11 @@ static PyObject *list_marks(GraphWalk *walk) {
         Node *node = &walk->nodes[i];
         if (!node->mark) continue;
         long long number = node->leaf ? 0 : node_number(walk, node);
-        PyObject *item = node->numbering == NO_NUMBER ? NULL : Py_BuildValue("(OOL)", node->op, node->mark, number);
+        PyObject *sequence = node->numbering == NO_NUMBER ? NULL : PyLong_FromLongLong(number);
+        PyObject *item = sequence ? PyTuple_Pack(3, node->op, (PyObject *)node->mark, sequence) : NULL;
         if (!item || PyList_Append(marks, item)) Py_CLEAR(marks);
         Py_XDECREF(item);
+        Py_XDECREF(sequence);
     }
     return marks;
 }

@@ -271,9 +271,10 @@ static PyObject *registrar_register(PyObject *Py_UNUSED(none), PyObject *args) {
     PyObject *remaining = PyList_New(0);
     int failed = !remaining;
     for (Py_ssize_t i = 0; !failed && i < PyList_GET_SIZE(marked); i++) {
-        PyObject *item = Py_NewRef(PyList_GET_ITEM(marked, i)), *node, *number;
-        Mark *mark;
-        int hooked = PyArg_ParseTuple(item, "OO!O", &node, &Mark_Type, &mark, &number) ? hook_node(&pass, node, mark, number) : -1;
+        PyObject *item = Py_NewRef(PyList_GET_ITEM(marked, i));
+        int is_marked = PyTuple_Check(item) && PyTuple_GET_SIZE(item) == 3 && Py_IS_TYPE(PyTuple_GET_ITEM(item, 1), &Mark_Type);
+        if (!is_marked) PyErr_Format(PyExc_TypeError, "no triple of a node, a mark and a number: %R", item);
+        int hooked = !is_marked ? -1 : hook_node(&pass, PyTuple_GET_ITEM(item, 0), (Mark *)PyTuple_GET_ITEM(item, 1), PyTuple_GET_ITEM(item, 2));
         failed = hooked < 0 || (!hooked && PyList_Append(remaining, item));
         Py_DECREF(item);
     }
