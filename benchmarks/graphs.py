@@ -143,7 +143,7 @@ def steps() -> dict[str, Any]:
         for title, training in passes().items():
             progress(f"  {name}, {mode}, {title}")
             step = make(model, training)
-            here["passes"][title] = in_turns(step, controls() | scopes(TOOLS), 6, 7)
+            here["passes"][title] = in_turns(step, controls() | scopes(TOOLS), 4, 5)
             gc.collect()
     return found
 
@@ -176,7 +176,7 @@ def rewrites() -> dict[str, Any]:
             programs[f"{length:,} ops"] = functools.partial(CHAINS[mode], length)
         found[mode] = {}
         for what, program in programs.items():
-            found[mode][what] = [first_call(program()) for _ in range(1 if QUICK else 2)]
+            found[mode][what] = [first_call(program())]
             gc.collect()  # TensorFlow knows an equal copy again, as long as one lives
     return found
 

@@ -165,14 +165,14 @@ def benchmark() -> dict[str, Any]:
     for block, optimizer in BLOCKS.items():
         for name, (model, given) in small.items():
             progress(f"  {name}, {block}")
-            steps[block][name] = compared(training(given, optimizer), model, 15, 12)
+            steps[block][name] = compared(training(given, optimizer), model, 12, 12)
     programs = {}
     for name, (model, given) in large_models().items() if not QUICK else ():
         progress(f"  {name}")
-        programs[TITLE.format(name)] = compared(training(given), model, 15, 5)
+        programs[TITLE.format(name)] = compared(training(given), model, 10, 5)
     model, prompt = llama()
     progress("  Llama")
-    programs["Llama of 4 layers, 16 new tokens"] = compared(generating(prompt), model, 20)
+    programs["Llama of 4 layers, 16 new tokens"] = compared(generating(prompt), model, 15)
     progress("  Keras")
     programs["Keras, fit"] = fit()
     for name in [] if QUICK else ("ResNet-50, 1 image of 224 x 224", *small):

@@ -28,7 +28,7 @@ def benchmark() -> dict[str, Any]:
         tools = {"no budget": RematTool()}
         tools |= {f"{100 * share:.0f} %": RematTool(int(share * peak)) for share in SHARES}
         under = controls() | scopes({title: lambda tool=tool: tool for title, tool in tools.items()})
-        seconds = steps_in_turns(step, under, 15, 4)
+        seconds = steps_in_turns(step, under, 10, 4)
         rounds = len(seconds[BARE]) + (not QUICK)  # with the one that warms up
         came = {
             title: {"peak": tool.result.peak / peak, "again": tool.result.rematerialisations / rounds}

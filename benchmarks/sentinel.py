@@ -33,7 +33,7 @@ TRIALS = 2
 """Steps with faults, for each model and fault: half forward, half backward."""
 CLEAN = 3
 """Watched steps without faults."""
-ROUNDS, LONG_ROUNDS, STEPS = 3, 25, 5
+ROUNDS, LONG_ROUNDS, STEPS = 3, 20, 5
 """Rounds of a step of a model, and of some steps of its narrow twin."""
 
 
