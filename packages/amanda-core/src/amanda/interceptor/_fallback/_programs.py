@@ -134,9 +134,9 @@ class HookRegistrar(_NativeAlone):
 
     @staticmethod
     def register_all(
-        marked: list[tuple[Any, Mark, int]], stack: Any, leaf: type, parameter: type, leaf_place: int,
+        marked: "list[tuple[Any, Mark, int]]", stack: Any, leaf: type, parameter: type, leaf_place: int,
         handles: list[tuple[Any, Any]],
-    ) -> list[tuple[Any, Mark, int]]:  # fmt: skip
+    ) -> "list[tuple[Any, Mark, int]]":  # fmt: skip
         """Register the hooks that plans store for nodes; return the rest, whose hooks depend on more.
 
         Args:
@@ -345,11 +345,12 @@ class Graphs:
         number: Attribute of a node: the method that returns its number.
         key: Key of a mark in the metadata.
         sampled: Called with a sample of the nodes.
+        layout: Offsets by which native code reads a graph from memory.
     """
 
     def __init__(
         self, tensors: type, leaf: type, maker: str, base: str, next: str, notes: str, number: str, key: str,
-        sampled: Callable[[Any], Any],
+        sampled: Callable[[Any], Any], layout: tuple[int, ...] | None = None,
     ) -> None:  # fmt: skip
         self._tensor_type = tensors
         self._leaf_type = leaf

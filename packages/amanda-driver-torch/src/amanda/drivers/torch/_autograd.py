@@ -21,6 +21,7 @@ from torch.autograd.graph import GradientEdge
 
 from ._compiled_callables import report_leaves
 from ._levels import all_layers, drop_ended_batches, leaves_no_graph
+from ._node_layout import find_node_layout
 from ._nodes import (
     NodeHooks,
     PassCounts,
@@ -43,6 +44,7 @@ _sequence_number = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 _marked_graphs = Graphs(
     tensors=torch.Tensor, leaf=AccumulateGrad, maker="grad_fn", base="_base", next="next_functions",
     notes="metadata", number="_sequence_nr", key="amanda", sampled=free_without_recursion,
+    layout=find_node_layout() if NATIVE else None,
 )  # fmt: skip
 
 

@@ -69,8 +69,17 @@ PyTypeObject Mark_Type = {
 
 /* ---- the graph ---- */
 
+/* Offsets: in a Python object of an op, of the address of its node; in a node, of the address of that object, of the
+   number, and of the addresses of its edges (the end is the next word) and of its metadata; in these, of the address of
+   the notes.  An edge begins with the address of a node and ends with the number of one of its inputs. */
+typedef struct {
+    Py_ssize_t node, object, number, edges, metadata, notes, edge_size;
+} NodeLayout;
+
 typedef struct {
     PyObject_HEAD
+    NodeLayout layout; /* edge_size 0: it is not known */
+    Map types;         /* first word of a node, which tells its class, or that type -> type of its Python objects, a static one */
     PyTypeObject *tensors, *leaf;                               /* owned */
     PyObject *maker, *base, *next, *notes, *number, *key, *sampled; /* owned */
 } Graphs;
@@ -83,7 +92,21 @@ static int sample_node(const Graphs *graphs, PyObject *op) {
     return answer ? 0 : -1;
 }
 
-static int number_of(const Graphs *graphs, PyObject *op, long long *number) {
+static inline const char *pointer_at(const void *object, Py_ssize_t offset) {
+    return *(const char *const *)((const char *)object + offset);
+}
+
+/* The node in memory of an op; NULL: its layout is not known, or no op of its type has been met. */
+static const char *memory_of(const Graphs *graphs, PyObject *op) {
+    return map_get(&graphs->types, (uint64_t)(uintptr_t)Py_TYPE(op)) ? pointer_at(op, graphs->layout.node) : NULL;
+}
+
+static int number_of(const Graphs *graphs, PyObject *op, long long *number) { /* -1: an exception */
+    const char *address = memory_of(graphs, op);
+    if (address) {
+        *number = (long long)*(const uint64_t *)(address + graphs->layout.number);
+        return 0;
+    }
     PyObject *answer = PyObject_CallMethodNoArgs(op, graphs->number);
     if (!answer) return -1;
     *number = (long long)PyLong_AsUnsignedLongLongMask(answer); /* the largest, which no op is given, is -1 */
@@ -141,7 +164,9 @@ static PyObject *graphs_mark(Graphs *self, PyObject *args) {
 typedef enum { NO_NUMBER = -1, UNNUMBERED, NUMBERED } Numbering; /* NO_NUMBER: an exception is set */
 
 typedef struct {
-    PyObject *op, *note;       /* owned; note: the mark in the op's notes, or NULL */
+    PyObject *op, *note;       /* owned; op: NULL if the walk reads memory; note: the mark in the op's notes, or NULL */
+    const char *address;       /* of the node, if the walk reads memory */
+    const PyTypeObject *type;  /* of the op */
     Mark *mark, *routine_mark; /* borrowed; of the execution whose op made this op, or whose routines made it; or NULL */
     long long number;
     uint64_t edges; /* hash of what the op leads on to */
@@ -150,12 +175,12 @@ typedef struct {
 } Node;
 
 typedef struct {
-    const Graphs *graphs;
+    Graphs *graphs;
     Node *nodes;
     size_t count, room;
     uint32_t *edges; /* pairs: parent, child */
     size_t edge_count, edge_room;
-    Map index; /* op -> its node, counted from 1 */
+    Map index; /* op, or address of the node in memory -> its node, counted from 1 */
 } GraphWalk;
 
 static int grow(void **items, size_t *room, size_t size) {
@@ -170,35 +195,76 @@ static int grow(void **items, size_t *room, size_t size) {
     return 0;
 }
 
-/* The number of an op's node, counted from 1; the node is added if the op has none. 0 with an exception set. */
-static size_t node_of(GraphWalk *walk, PyObject *op) {
-    size_t index = (size_t)(uintptr_t)map_get(&walk->index, (uint64_t)(uintptr_t)op);
-    if (index) return index;
+/* Add a node without edges; return its number, counted from 1, or 0 with an exception set. */
+static size_t add_node(GraphWalk *walk, const void *key, PyObject *op, const char *address, const PyTypeObject *type) {
     if (walk->count == walk->room && grow((void **)&walk->nodes, &walk->room, sizeof(Node))) return 0;
-    if (map_set(&walk->index, (uint64_t)(uintptr_t)op, (void *)(uintptr_t)(walk->count + 1))) {
+    if (map_set(&walk->index, (uint64_t)(uintptr_t)key, (void *)(uintptr_t)(walk->count + 1))) {
         PyErr_NoMemory();
         return 0;
     }
-    walk->nodes[walk->count] = (Node){.op = Py_NewRef(op), .leaf = Py_TYPE(op) == walk->graphs->leaf};
+    walk->nodes[walk->count] = (Node){.op = Py_XNewRef(op), .address = address, .type = type, .leaf = type == walk->graphs->leaf};
     return ++walk->count;
 }
 
-static int read_mark(GraphWalk *walk, size_t at) {
-    PyObject *notes = PyObject_GetAttr(walk->nodes[at].op, walk->graphs->notes);
-    if (!notes) return -1;
+/* The number of an op's node, counted from 1; the node is added if the op has none. 0 with an exception set. */
+static size_t node_of(GraphWalk *walk, PyObject *op) {
+    size_t index = (size_t)(uintptr_t)map_get(&walk->index, (uint64_t)(uintptr_t)op);
+    return index ? index : add_node(walk, op, op, NULL, Py_TYPE(op));
+}
+
+/* Add an edge from a node to an input of another, of which the number counts from 1; -1: an exception. */
+static int add_edge(GraphWalk *walk, size_t at, size_t child, uint64_t input) {
+    walk->nodes[at].edges = mix(walk->nodes[at].edges, (uint64_t)child << 32 ^ input);
+    if (walk->edge_count + 2 > walk->edge_room && grow((void **)&walk->edges, &walk->edge_room, sizeof(uint32_t))) return -1;
+    walk->edges[walk->edge_count++] = (uint32_t)at;
+    walk->edges[walk->edge_count++] = (uint32_t)(child - 1);
+    return 0;
+}
+
+static int take_mark(GraphWalk *walk, size_t at, PyObject *notes) { /* -1: an exception */
     PyObject *mark = PyDict_Check(notes) ? PyDict_GetItemWithError(notes, walk->graphs->key) : NULL;
     if (mark && Py_IS_TYPE(mark, &Mark_Type)) {
         walk->nodes[at].note = Py_NewRef(mark);
         walk->nodes[at].mark = (Mark *)mark;
     }
-    Py_DECREF(notes);
-    return PyErr_Occurred() ? -1 : 0;
+    return !mark && PyErr_Occurred() ? -1 : 0;
+}
+
+static int read_mark(GraphWalk *walk, size_t at) {
+    PyObject *notes = PyObject_GetAttr(walk->nodes[at].op, walk->graphs->notes);
+    int failed = !notes || take_mark(walk, at, notes);
+    Py_XDECREF(notes);
+    return failed ? -1 : 0;
+}
+
+/* Keep the type of an op for its class, since a walk in memory meets nodes that have no Python object; -1: an exception.
+   Types of programs, on the heap, are left out: their objects are functions in Python. */
+static int keep_type(Graphs *graphs, PyObject *op) {
+    PyTypeObject *type = Py_TYPE(op);
+    if (!graphs->layout.edge_size || PyType_HasFeature(type, Py_TPFLAGS_HEAPTYPE)) return 0;
+    const char *address = pointer_at(op, graphs->layout.node);
+    if (!address || pointer_at(address, graphs->layout.object) != (const char *)op) return 0;
+    uint64_t class = (uint64_t)(uintptr_t)pointer_at(address, 0);
+    if (map_get(&graphs->types, class)) return 0;
+    if (!map_set(&graphs->types, class, type) && !map_set(&graphs->types, (uint64_t)(uintptr_t)type, type)) return 0;
+    PyErr_NoMemory();
+    return -1;
+}
+
+/* Read the mark and the number of a node in memory; -1: an exception. */
+static int read_memory(GraphWalk *walk, size_t at, const char *address) {
+    const NodeLayout *layout = &walk->graphs->layout;
+    const char *metadata = pointer_at(address, layout->metadata);
+    walk->nodes[at].number = (long long)*(const uint64_t *)(address + layout->number);
+    walk->nodes[at].numbering = NUMBERED;
+    return metadata ? take_mark(walk, at, (PyObject *)pointer_at(metadata, layout->notes)) : 0;
 }
 
 /* Read the mark of a node, and add the ops that it leads on to. */
 static int visit_node(GraphWalk *walk, size_t at) {
-    if (walk->nodes[at].leaf) return 0;
-    if (read_mark(walk, at) || sample_node(walk->graphs, walk->nodes[at].op)) return -1;
+    if (walk->nodes[at].leaf) return keep_type(walk->graphs, walk->nodes[at].op);
+    const char *address = memory_of(walk->graphs, walk->nodes[at].op);
+    if ((address ? read_memory(walk, at, address) : read_mark(walk, at)) || sample_node(walk->graphs, walk->nodes[at].op)) return -1;
     PyObject *next = PyObject_GetAttr(walk->nodes[at].op, walk->graphs->next);
     int failed = !next || !PyTuple_Check(next);
     for (Py_ssize_t i = 0; !failed && i < PyTuple_GET_SIZE(next); i++) {
@@ -211,16 +277,11 @@ static int visit_node(GraphWalk *walk, size_t at) {
         size_t child = node_of(walk, op);
         PyObject *output = PyTuple_GET_SIZE(pair) > 1 ? PyTuple_GET_ITEM(pair, 1) : NULL;
         uint64_t input = output && PyLong_CheckExact(output) ? PyLong_AsUnsignedLongLongMask(output) : 0;
-        walk->nodes[at].edges = mix(walk->nodes[at].edges, (uint64_t)child << 32 ^ input);
-        failed = !child || (walk->edge_count + 2 > walk->edge_room &&
-                           grow((void **)&walk->edges, &walk->edge_room, sizeof(uint32_t)));
-        if (failed) break;
-        walk->edges[walk->edge_count++] = (uint32_t)at;
-        walk->edges[walk->edge_count++] = (uint32_t)(child - 1);
+        failed = !child || add_edge(walk, at, child, input);
     }
     Py_XDECREF(next);
     if (failed && !PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "the next of an op are not a tuple of pairs");
-    return failed ? -1 : 0;
+    return failed || keep_type(walk->graphs, walk->nodes[at].op) ? -1 : 0;
 }
 
 /* The number of an op, read at the first call: it takes a call of Python, and most nodes are never asked. */
@@ -287,11 +348,56 @@ static int walk_graph(GraphWalk *walk, PyObject *ops) {
     return spread == ALL_SPREAD ? 0 : -1;
 }
 
+typedef enum { WALK_FAILED = -1, UNKNOWN_CLASS, WALKED } MemoryWalk; /* FAILED: an exception is set */
+
+/* The number of a node in memory, counted from 1; 0: its class is not known yet, or an exception is set. */
+static size_t node_at(GraphWalk *walk, const char *address) {
+    size_t index = (size_t)(uintptr_t)map_get(&walk->index, (uint64_t)(uintptr_t)address);
+    if (index) return index;
+    const PyTypeObject *type = map_get(&walk->graphs->types, (uint64_t)(uintptr_t)pointer_at(address, 0));
+    return type ? add_node(walk, address, NULL, address, type) : 0;
+}
+
+/* Do for a node in memory what `visit_node` does, without an object of Python for each op. */
+static MemoryWalk visit_memory(GraphWalk *walk, size_t at) {
+    const NodeLayout *layout = &walk->graphs->layout;
+    const char *address = walk->nodes[at].address;
+    if (walk->nodes[at].leaf) return WALKED;
+    if (read_memory(walk, at, address)) return WALK_FAILED;
+    const char *edge = pointer_at(address, layout->edges), *end = pointer_at(address, layout->edges + (Py_ssize_t)sizeof(void *));
+    for (; edge < end; edge += layout->edge_size) {
+        const char *next = pointer_at(edge, 0);
+        if (!next) {
+            walk->nodes[at].edges = mix(walk->nodes[at].edges, 0);
+            continue;
+        }
+        size_t child = node_at(walk, next);
+        uint32_t input = *(const uint32_t *)(edge + layout->edge_size - (Py_ssize_t)sizeof(void *));
+        if (!child) return PyErr_Occurred() ? WALK_FAILED : UNKNOWN_CLASS;
+        if (add_edge(walk, at, child, input)) return WALK_FAILED;
+    }
+    return WALKED;
+}
+
+/* Do what `walk_graph` does, in memory. */
+static MemoryWalk walk_memory(GraphWalk *walk, PyObject *ops) {
+    if (!walk->graphs->layout.edge_size || !PyList_Check(ops)) return UNKNOWN_CLASS;
+    MemoryWalk state = WALKED;
+    for (Py_ssize_t i = 0; state == WALKED && i < PyList_GET_SIZE(ops); i++) {
+        const char *address = memory_of(walk->graphs, PyList_GET_ITEM(ops, i));
+        if (!address || !node_at(walk, address)) state = PyErr_Occurred() ? WALK_FAILED : UNKNOWN_CLASS;
+    }
+    for (size_t at = 0; state == WALKED && at < walk->count; at++) state = visit_memory(walk, at);
+    Spread spread = state == WALKED ? SPREADING : ALL_SPREAD;
+    while (spread == SPREADING) spread = spread_marks(walk);
+    return spread == SPREAD_FAILED ? WALK_FAILED : state;
+}
+
 static void end_walk(GraphWalk *walk) {
     while (walk->count) {
         Node *node = &walk->nodes[--walk->count];
         Py_XDECREF(node->note);
-        Py_DECREF(node->op);
+        Py_XDECREF(node->op);
     }
     PyMem_Free(walk->nodes);
     PyMem_Free(walk->edges);
@@ -309,7 +415,7 @@ static PyObject *graphs_marked(Graphs *self, PyObject *ops) {
    exception. */
 static uint64_t form_of_node(GraphWalk *walk, Node *node) {
     const Mark *mark = node->mark;
-    const PyTypeObject *type = Py_TYPE(node->op);
+    const PyTypeObject *type = node->type;
     /* A program's function in Python has a class of its own, one in C++ the class of all that have none. */
     if (PyType_HasFeature((PyTypeObject *)type, Py_TPFLAGS_HEAPTYPE) || !strcmp(type->tp_name, "CppFunction")) return 0;
     if (node->routine_mark || (mark && mark->order)) return 0;
@@ -321,7 +427,12 @@ static uint64_t form_of_node(GraphWalk *walk, Node *node) {
 
 static PyObject *graphs_form(Graphs *self, PyObject *ops) {
     GraphWalk walk = {.graphs = self};
-    int failed = walk_graph(&walk, ops);
+    MemoryWalk state = walk_memory(&walk, ops);
+    if (state == UNKNOWN_CLASS) {
+        end_walk(&walk);
+        walk = (GraphWalk){.graphs = self};
+    }
+    int failed = state == WALK_FAILED || (state == UNKNOWN_CLASS && walk_graph(&walk, ops));
     uint64_t form = failed ? 0 : walk.count;
     for (size_t at = 0; form && at < walk.count; at++) {
         uint64_t node = form_of_node(&walk, &walk.nodes[at]);
@@ -391,13 +502,19 @@ PyTypeObject BackwardMarker_Type = {
 /* ---- the type ---- */
 
 static PyObject *graphs_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"tensors", "leaf", "maker", "base", "next", "notes", "number", "key", "sampled", NULL};
-    PyObject *tensors, *leaf, *maker, *base, *next, *notes, *number, *key, *sampled;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!UUUUUUO", names, &PyType_Type, &tensors, &PyType_Type, &leaf,
-                                     &maker, &base, &next, &notes, &number, &key, &sampled))
+    static char *names[] = {"tensors", "leaf", "maker", "base", "next", "notes", "number", "key", "sampled", "layout", NULL};
+    PyObject *tensors, *leaf, *maker, *base, *next, *notes, *number, *key, *sampled, *offsets = Py_None;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!UUUUUUO|O", names, &PyType_Type, &tensors, &PyType_Type, &leaf,
+                                     &maker, &base, &next, &notes, &number, &key, &sampled, &offsets))
         return NULL;
+    NodeLayout layout = {0};
+    if (offsets != Py_None && (!PyTuple_Check(offsets) || !PyArg_ParseTuple(offsets, "nnnnnnn", &layout.node, &layout.object, &layout.number, &layout.edges, &layout.metadata, &layout.notes, &layout.edge_size))) {
+        if (!PyErr_Occurred()) PyErr_Format(PyExc_TypeError, "the layout of nodes is a tuple of offsets, not %R", offsets);
+        return NULL;
+    }
     Graphs *graphs = (Graphs *)type->tp_alloc(type, 0);
     if (!graphs) return NULL;
+    graphs->layout = layout;
     graphs->tensors = (PyTypeObject *)Py_NewRef(tensors);
     graphs->leaf = (PyTypeObject *)Py_NewRef(leaf);
     graphs->maker = Py_NewRef(maker);
@@ -422,6 +539,7 @@ static void graphs_dealloc(Graphs *self) {
     PyObject **fields[] = {(PyObject **)&self->tensors, (PyObject **)&self->leaf, &self->maker, &self->base, &self->next,
                          &self->notes, &self->number, &self->key, &self->sampled};
     for (size_t i = 0; i < sizeof(fields) / sizeof(*fields); i++) Py_CLEAR(*fields[i]);
+    map_clear(&self->types);
     Py_TYPE(self)->tp_free(self);
 }
 
@@ -445,13 +563,16 @@ PyTypeObject Graphs_Type = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "amanda.interceptor.Graphs",
     .tp_basicsize = sizeof(Graphs),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
-    .tp_doc = "Graphs(tensors, leaf, maker, base, next, notes, number, key, sampled): graphs of backward ops.\n\n"
+    .tp_doc = "Graphs(tensors, leaf, maker, base, next, notes, number, key, sampled, layout=None): graphs of backward ops.\n\n"
               "tensors: their type.  leaf: type of the ops that store a gradient.\n"
               "maker, base: attributes of a tensor: the op that made it, None for a leaf; what it is a view of.\n"
               "next, notes, number: attributes of an op: a tuple of pairs, of a following op or None and more; a dict that\n"
               "lives as long as the op; a method whose result grows with each op that is made on a thread.\n"
               "key: of the marks in the notes.\n"
-              "sampled(op): called with some of the ops that are visited.",
+              "sampled(op): called with some of the ops that are visited.\n"
+              "layout: offsets by which `form` reads a graph from memory: in an op's object, of the address of its node; in a\n"
+              "node, of the addresses of that object, of its number, its edges and its metadata; in these, of its notes; and\n"
+              "the bytes of an edge.",
     .tp_new = graphs_new,
     .tp_dealloc = (destructor)graphs_dealloc,
     .tp_traverse = (traverseproc)graphs_traverse,
