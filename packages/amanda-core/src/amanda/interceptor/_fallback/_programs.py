@@ -106,8 +106,9 @@ class Hook(_NativeAlone):
         """True if a call before an op would have no effect, so that a hook that `is_alone` does the same."""
         raise NotImplementedError
 
-    def count_again(self) -> None:
-        """Count an execution as the last call did, without its values."""
+    @staticmethod
+    def count_again(hooks: "tuple[Hook, ...]") -> None:
+        """Count an execution at each hook as its last call did, without its values."""
         raise NotImplementedError
 
 

@@ -80,7 +80,7 @@ class PassCounts:
         is a hash of their ids.
         """
 
-        hooks: Sequence[Hook]
+        hooks: tuple[Hook, ...]
         identities: Sequence[Any]
 
     limit: ClassVar[int] = 16
@@ -92,7 +92,7 @@ class PassCounts:
         """record_by_form: the stack's, of earlier passes; this object adds to them."""
         self._record_by_form = record_by_form
         self._form_to_learn: Hashable = None  # None if nothing is to be learned
-        self._hooks_to_repeat: Sequence[Hook] | None = None
+        self._hooks_to_repeat: tuple[Hook, ...] | None = None
 
     @classmethod
     def of(cls, record_by_form: dict[Any, Any]) -> "PassCounts | None":
@@ -124,10 +124,9 @@ class PassCounts:
         hooks, self._hooks_to_repeat = self._hooks_to_repeat, None
         form, self._form_to_learn = self._form_to_learn, None
         if hooks is not None:
-            for hook in hooks:
-                hook.count_again()
+            Hook.count_again(hooks)
         elif form is not None and not NodeHooks.of_program:
-            hooks = [handle.hook for _, handle in node_handles]
+            hooks = tuple(handle.hook for _, handle in node_handles)
             if all(hook.repeats for hook in hooks):
                 while len(self._record_by_form) >= self.limit:
                     oldest_form = next(iter(self._record_by_form), None)

@@ -83,12 +83,14 @@ static PyObject *hook_is_idle(Hook *self, void *Py_UNUSED(closure)) {
     return PyBool_FromLong(idle);
 }
 
-static PyObject *hook_count_again(Hook *self, PyObject *Py_UNUSED(none)) {
+static int count_again(Hook *self) { /* -1: an exception */
     static const ShapeCode NO_SHAPES;
     Program *program = self->program;
     ShapeCode code = {.count = self->word_count};
-    if (!self->counts_alone || (program->needs_shape_codes && code.count < 0))
-        return PyErr_Format(PyExc_ValueError, "the hook does not repeat");
+    if (!self->counts_alone || (program->needs_shape_codes && code.count < 0)) {
+        PyErr_SetString(PyExc_ValueError, "the hook does not repeat");
+        return -1;
+    }
     if (code.count > 0) memcpy(code.items, self->words, (size_t)code.count * sizeof *code.items);
     counts.native++;
     for (Py_ssize_t i = 0; i < program->before + program->after; i++) {
@@ -101,14 +103,26 @@ static PyObject *hook_count_again(Hook *self, PyObject *Py_UNUSED(none)) {
         Py_XDECREF(shapes);
         Py_XDECREF(keywords);
         Py_XDECREF(none);
-        if (!result) return NULL;
+        if (!result) return -1;
         Py_DECREF(result);
+    }
+    return 0;
+}
+
+static PyObject *hook_count_again(PyObject *Py_UNUSED(none), PyObject *hooks) {
+    if (!PyTuple_Check(hooks)) return PyErr_Format(PyExc_TypeError, "a tuple of hooks is wanted, not %R", hooks);
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(hooks); i++) {
+        PyObject *hook = PyTuple_GET_ITEM(hooks, i);
+        if (!Py_IS_TYPE(hook, &Hook_Type)) return PyErr_Format(PyExc_TypeError, "a Hook is wanted, not %R", hook);
+        if (count_again((Hook *)hook)) return NULL;
     }
     Py_RETURN_NONE;
 }
 
 static PyMethodDef hook_methods[] = {
-    {"count_again", (PyCFunction)hook_count_again, METH_NOARGS, "Count an execution as the last call did, without its values."}, {0}};
+    {"count_again", hook_count_again, METH_O | METH_STATIC,
+     "count_again(hooks): count an execution at each hook of a tuple as its last call did, without its values."},
+    {0}};
 
 static PyGetSetDef hook_properties[] = {
     {"repeats", (getter)hook_repeats, NULL, "True if all routines count executions, and `count_again` can repeat the last call.", NULL},
