@@ -204,7 +204,7 @@ class StorageObserver:
 
     def __init__(
         self, tracker: StorageTracker, number: int, before: "StorageObserver | None" = None,
-        saved: "SavedTensors | None" = None,
+        saved: "SavedTensorReader | None" = None,
     ) -> None:  # fmt: skip
         self.before = before
 
@@ -213,7 +213,7 @@ class StorageObserver:
         return -1
 
 
-class SavedTensors:
+class SavedTensorReader:
     """Reader of what backward ops have saved, by the names of their attributes.
 
     Args:
