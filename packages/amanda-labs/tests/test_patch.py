@@ -282,7 +282,7 @@ def test_steps_choose_executions(model: Any, x: Any) -> None:
     assert not torch.equal(second, first)
     absent = PatchTool("layers.0", scale=0.0, positions=7)
     assert torch.equal(under(absent, lambda: model(x)), model(x))
-    assert "At 1 executions no selected position existed." in absent.result.notes()
+    assert "At 1 execution no selected position existed." in absent.result.notes()
 
 
 def test_a_sweep_has_a_table_and_a_picture(model: Any, x: Any, tmp_path: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from amanda.tools.kit import place_text
 from amanda.tools.nan._floats import Summary
-from amanda.tools.results import NOTHING, Column, Result, check_schema, made_of
+from amanda.tools.results import NOTHING, Column, Result, check_schema, count_of, made_of
 
 _NAMED = 3
 """Inputs, and parameters, that a sentence describes."""
@@ -166,7 +166,7 @@ class NanResult(Result):
             outcome = (
                 f"gradients overflowed in {self._skipped_steps}; no op of other steps produced {self._sought}"
             )
-        return f"{self.executions:,} ops ran; {outcome}{unread}."
+        return f"{count_of(self.executions, 'op')} ran; {outcome}{unread}."
 
     @property
     def _leading(self) -> int:
@@ -184,7 +184,7 @@ class NanResult(Result):
 
     @property
     def _skipped_steps(self) -> str:
-        return f"{self._skipped:,} step{'s' * (self._skipped > 1)} that a GradScaler skipped"
+        return f"{count_of(self._skipped, 'step')} that a GradScaler skipped"
 
     @property
     def _consequences(self) -> Sequence[Entered]:
@@ -259,7 +259,7 @@ class NanResult(Result):
             passed_on = (
                 f"; {self.passed_on:,} passed on {self._sought} from their inputs" if self.passed_on else ""
             )
-            notes.append(f"{self.executions:,} ops ran{passed_on}.")
+            notes.append(f"{count_of(self.executions, 'op')} ran{passed_on}.")
         inputs = [summary for finding in self.findings for summary in finding.inputs.values()]
         if not self._inf and any(summary.inf for summary in inputs):
             notes.append("Some inputs were Inf: nan:inf (shell) or NanTool(inf=True) (Python) says where.")

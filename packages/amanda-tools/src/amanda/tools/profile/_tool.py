@@ -20,6 +20,7 @@ from amanda.tools.mapping import CALLING_OPS, MappingTool, StandardMapping, item
 from amanda.tools.profile._recorder import DeviceClock, KernelProfiler, Probe, Recorder, Schedule
 from amanda.tools.profile._records import OpProfile, name_of
 from amanda.tools.profile._result import ProfileResult
+from amanda.tools.results import count_of
 from amanda.tools.select import SelectOptions, select
 from amanda.tools.steps import Steps
 
@@ -198,7 +199,7 @@ def _tensorflow_facts(context: amanda.OpContext) -> None:
 
 
 _TRACED_REASON = (
-    "have no time, because XLA compiled and fused them: jax.profiler.trace measures the program, "
+    "XLA compiled and fused them; jax.profiler.trace measures the program, "
     "and outside of jit each op is measured"
 )
 
@@ -274,9 +275,10 @@ class ProfileTool(amanda.Tool):
             clock.wait()
         self._read_kernels()
         result = ProfileResult.of(self._recorder, self._kernel_profiler.obstacle)
-        result.remarks = [f"{len(ops):,} ops {why}." for why, ops in self._untimed_ops_by_reason.items()]
+        reasons = self._untimed_ops_by_reason.items()
+        result.remarks = [f"No time for {count_of(len(ops), 'op')}: {why}." for why, ops in reasons]
         result.remarks += [
-            f"{len(ops):,} ops ran under vmap when they were first met: a call computed all samples, "
+            f"{count_of(len(ops), 'op')} ran under vmap at first: a call computed all samples, "
             f"{'x'.join(map(str, sizes))}."
             for sizes, ops in self._ops_by_batch_sizes.items()
         ]
