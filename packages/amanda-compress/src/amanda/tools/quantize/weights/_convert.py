@@ -402,7 +402,7 @@ def _write_checkpoint(folder: Path, state: dict[str, Tensor], config: str) -> No
 
     with naming(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    with replacing(folder / _TENSORS) as part_path:
+    with replacing(folder / _TENSORS, is_moved_over=True) as part_path:
         try:
             save_file(state, part_path, {"format": "pt"})
         except SafetensorError as error:
