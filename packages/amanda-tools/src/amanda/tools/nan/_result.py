@@ -161,12 +161,9 @@ class NanResult(Result):
             return NOTHING
         is_partly_read = any("not read" in text for text in self.remarks)
         unread = "; not every output was read" if is_partly_read else ""
-        outcome = f"none produced {self._sought}"
-        if self._skipped:
-            outcome = (
-                f"gradients overflowed in {self._skipped_steps}; no op of other steps produced {self._sought}"
-            )
-        return f"{count_of(self.executions, 'op')} ran; {outcome}{unread}."
+        overflows = f"gradients overflowed in {self._skipped_steps}; no op of other steps"
+        producers = overflows if self._skipped else "none"
+        return f"{count_of(self.executions, 'op')} ran; {producers} produced {self._sought}{unread}."
 
     @property
     def _leading(self) -> int:

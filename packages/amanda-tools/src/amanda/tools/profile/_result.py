@@ -248,9 +248,7 @@ class ProfileResult(KeyedResult):
         notes += [f"{str(peak)[0].upper()}{str(peak)[1:]}." for peak in self.peaks]
         untimed = sum(op.calls - op.timed for op in self.ops)
         if untimed:
-            notes.append(
-                f"No time for {count_of(untimed, 'execution')}: without inputs nothing marks a begin."
-            )
+            notes.append(f"No time for {count_of(untimed, 'execution')}: no input marks their begin.")
         if self.obstacle:
             notes.append(f"torch.profiler recorded no kernels: {self.obstacle}.")
         if dropped:
