@@ -253,10 +253,8 @@ class NanResult(Result):
             first_step = min(entry.step for entry in consequences)
             notes.append(f"{noun} NaN after it, from step {first_step:,}: {', '.join(names[:_NAMED])}{more}.")
         if self:
-            passed_on = (
-                f"; {self.passed_on:,} passed on {self._sought} from their inputs" if self.passed_on else ""
-            )
-            notes.append(f"{count_of(self.executions, 'op')} ran{passed_on}.")
+            passed_on = f"; {self.passed_on:,} passed on {self._sought} from their inputs"
+            notes.append(f"{count_of(self.executions, 'op')} ran{passed_on if self.passed_on else ''}.")
         inputs = [summary for finding in self.findings for summary in finding.inputs.values()]
         if not self._inf and any(summary.inf for summary in inputs):
             notes.append("Some inputs were Inf: nan:inf (shell) or NanTool(inf=True) (Python) says where.")

@@ -214,7 +214,6 @@ def by_rank(results: Mapping[str, Result]) -> Table:
     _check_same_tool(results)
     first = next(iter(results.values()))
     notes = attribute_notes({name: result.notes() for name, result in results.items()})
-    lead = _joint_lead(results)
     names_and_rows = [(name, row) for name, result in results.items() for row in result.rows()]
     if tool := _source_tool(first):  # these are tables by rank already
         columns, title = first.columns, first.title
@@ -223,7 +222,7 @@ def by_rank(results: Mapping[str, Result]) -> Table:
     else:
         columns, title = (Column("rank", number=True), *first.columns), f"{first.title or first.name} by rank"
         rows = [(_rank_number(name), *row) for name, row in names_and_rows]
-    table = Table(_RANKS, 1, columns, rows, title, notes, {"of": tool or first.name}, lead)
+    table = Table(_RANKS, 1, columns, rows, title, notes, {"of": tool or first.name}, _joint_lead(results))
     table.remarks = attribute_notes({name: result.remarks for name, result in results.items()})
     return table
 
