@@ -53,8 +53,8 @@ NOT_OPTIONS = {
     "amanda.tools.quantize.weights": "dequantized model_bytes quantized save_compressed convert",
     # Readers and writers of results, for authors of tools.
     "amanda.tools.results": """Mergeable amount by_rank can_merge check_file check_schema check_size
-        field_values folded in_words is_lock locked made_of not_met parsing read_json read_npz read_text
-        reading restored shortened to_json""",
+        count_of field_values folded in_words is_lock locked made_of not_met parsing read_json read_npz
+        read_text reading restored shortened to_json""",
     "amanda.tools.select": """ModulePaths Paths Patterns SelectOptions as_remarks leave_construction listed
         unmatched""",
     # What tools make of a program, not what they are asked for.

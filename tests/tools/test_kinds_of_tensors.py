@@ -80,6 +80,18 @@ def without_memory() -> list[Tensor]:
 
 
 @program
+def freed_memory() -> list[Tensor]:
+    # As FSDP frees parameters between their uses; large enough for memory that the allocator gives back.
+    weight = torch.ones(1 << 20)
+    size = weight.untyped_storage().nbytes()
+    weight.untyped_storage().resize_(0)
+    parameter, rows = nn.Parameter(weight.detach()), weight.view(1024, 1024)
+    weight.untyped_storage().resize_(size)
+    weight.fill_(2.0)
+    return [parameter * 2, rows + 1]
+
+
+@program
 def eight_bits() -> list[Tensor]:
     values = torch.rand(4, 4)
     with warnings.catch_warnings():

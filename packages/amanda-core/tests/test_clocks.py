@@ -235,6 +235,10 @@ def test_number_that_no_op_has_is_an_error() -> None:
             clock.start(number)
         with pytest.raises(ValueError, match=r"from 0 to 16777215"):
             interceptor.ClockObserver(clock, number)
+    storage = Storage(10)
+    for make in TRACKERS:
+        with pytest.raises(ValueError, match="at most 16777215, not 16777216"):
+            make(10).follow(storage, storage.address, storage.size, "cpu", 1 << 24)
 
 
 @pytest.mark.parametrize("make", TRACKERS)

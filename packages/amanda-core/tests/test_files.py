@@ -77,6 +77,47 @@ def test_writers_of_a_file_at_the_same_time_have_parts_of_their_own(tmp_path: Pa
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="it has no such locks")
+def test_a_part_that_its_writer_moves_before_it_is_locked_is_no_other_writers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import fcntl
+
+    path, later_writer = tmp_path / "a.json", contextlib.ExitStack()
+    lock, find = fcntl.flock, Path.stat
+
+    def lock_after_move(handle: int, operation: int) -> None:
+        monkeypatch.setattr("fcntl.flock", lock)
+        (tmp_path / ".a.json.00000000.part").replace(path)
+        lock(handle, operation)
+        monkeypatch.setattr(Path, "stat", find_nothing)
+
+    def find_nothing(self: Path, **options: bool) -> os.stat_result:
+        try:
+            return find(self, **options)
+        except FileNotFoundError:
+            monkeypatch.setattr(Path, "stat", find)
+            later_writer.enter_context(replacing(path)).write_text("later")
+            raise
+
+    monkeypatch.setattr("fcntl.flock", lock_after_move)
+    write_file(path, "earlier")
+    assert path.read_text() == "earlier"
+    later_writer.close()
+    assert path.read_text() == "later"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_writers_whose_library_moves_a_file_there_have_parts_of_their_own(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    with replacing(path, is_moved_over=True) as part:
+        write_file(tmp_path / "library", "first").replace(part)
+        with replacing(path) as other_part:
+            assert part.read_text() == "first"
+            other_part.write_text("second")
+    assert path.read_text() == "first"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="it has no such locks")
 def test_a_file_system_without_locks_has_nothing_left_on_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

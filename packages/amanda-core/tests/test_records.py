@@ -186,7 +186,7 @@ def test_gradients_reach_the_next_ops_of_their_pass(module: Any) -> None:
 @BOTH
 def test_saved_values_are_read_of_the_ops_of_one_execution(module: Any) -> None:
     packs: list[bool] = []
-    saved = module.SavedTensors(
+    saved = module.SavedTensorReader(
         "maker",
         "next_functions",
         "_sequence_nr",

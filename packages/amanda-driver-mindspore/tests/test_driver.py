@@ -168,7 +168,6 @@ def _add_into(x: Any, number: float) -> None:
 def test_an_absent_private_name_is_reported_and_the_driver_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
     names = (*MindSporeDriver.private_names, "mindspore.graph.api:gone")
     monkeypatch.setattr(MindSporeDriver, "private_names", names)
-    ms.runtime.launch_blocking()  # before the first op, or later tests run without it
     with attached(MindSporeDriver), amanda.apply(amanda.Tool()) as scope:
         assert ops.relu(Tensor([-1.0])).asnumpy().tolist() == [0.0]
     (entry,) = scope.report
@@ -189,7 +188,6 @@ class TestMindSporeDriver(DriverTests):
 
     @pytest.fixture
     def sample(self) -> Sample:
-        ms.runtime.launch_blocking()  # or errors of ops are raised at a later one
         return MindSporeSample()
 
 
@@ -198,5 +196,4 @@ class TestMindSporeViews(ViewTests):
 
     @pytest.fixture
     def sample(self) -> ViewSample:
-        ms.runtime.launch_blocking()
         return MindSporeViewSample()

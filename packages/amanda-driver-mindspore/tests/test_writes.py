@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn, ops
@@ -17,7 +16,6 @@ from amanda.tools.nan import NanTool
 
 @pytest.fixture(autouse=True)
 def _op_by_op(monkeypatch: pytest.MonkeyPatch) -> None:
-    ms.runtime.launch_blocking()
     monkeypatch.setenv("MS_JIT", "0")
 
 

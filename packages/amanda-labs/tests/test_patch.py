@@ -226,6 +226,22 @@ def test_without_an_index_every_output_of_an_op_is_a_point(x: Any) -> None:
     assert vector.grad == x.numel()
 
 
+def test_an_index_counts_the_inputs_in_a_list(x: Any) -> None:
+    for index in range(3):
+        parts = [x, x + 1, x + 2]
+        expected = torch.cat([part * 0 if i == index else part for i, part in enumerate(parts)])
+        tool = PatchTool(type="cat", side="input", index=index, scale=0)
+        assert torch.equal(under(tool, lambda parts=parts: torch.cat(parts)), expected)
+    assert not under(
+        PatchTool(type="cat", side="input", index=None, scale=0), lambda: torch.cat([x, x])
+    ).any()
+
+
+def test_the_index_of_an_output_that_an_op_lacks_is_an_error_with_their_number(x: Any) -> None:
+    with pytest.raises(PatchError, match=r"index is 2 and /topk has 2 outputs, .* or None for all"):
+        under(PatchTool(type="topk", index=2), lambda: x.topk(2))
+
+
 def test_the_index_of_an_input_that_an_op_lacks_is_an_error_with_their_number(x: Any) -> None:
     with pytest.raises(PatchError, match=r"index is 3 and /relu has 1 input, .* or None for all"):
         under(PatchTool(type="relu", side="input", index=3), x.relu)
@@ -282,7 +298,7 @@ def test_steps_choose_executions(model: Any, x: Any) -> None:
     assert not torch.equal(second, first)
     absent = PatchTool("layers.0", scale=0.0, positions=7)
     assert torch.equal(under(absent, lambda: model(x)), model(x))
-    assert "At 1 executions no selected position existed." in absent.result.notes()
+    assert "At 1 execution no selected position existed." in absent.result.notes()
 
 
 def test_a_sweep_has_a_table_and_a_picture(model: Any, x: Any, tmp_path: Any) -> None:

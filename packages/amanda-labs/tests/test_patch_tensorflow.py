@@ -93,6 +93,18 @@ def test_a_function_that_was_traced_before_is_an_error(model: Any, x: Any) -> No
 
 
 @pytest.mark.parametrize("wrap", [tf.function, lambda function: function], ids=["graph", "eager"])
+def test_an_index_counts_the_tensors_in_lists(wrap: Any, x: Any) -> None:
+    for index in range(2):
+        halves = under(PatchTool(type="split", index=index, scale=0), wrap(lambda: tf.split(x, 2, axis=2)))
+        assert [bool(np.any(half)) for half in halves] == [index != 0, index != 1]
+        tool = PatchTool(type="AddN", side="input", index=index, scale=0)
+        total = under(tool, wrap(lambda: tf.add_n([x, 2 * x])))
+        np.testing.assert_array_equal(total, [2 * x, x][index])
+    with pytest.raises(PatchError, match="index is 2 and /Split has 2 outputs"):
+        under(PatchTool(type="split", index=2), wrap(lambda: tf.split(x, 2, axis=2)))
+
+
+@pytest.mark.parametrize("wrap", [tf.function, lambda function: function], ids=["graph", "eager"])
 def test_without_an_index_every_tensor_of_a_list_of_outputs_is_a_point(wrap: Any, x: Any) -> None:
     split = wrap(lambda: tf.split(x, 2, axis=2))
     tool = PatchTool(type="split", index=None)

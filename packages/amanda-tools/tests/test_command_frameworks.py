@@ -71,7 +71,7 @@ def test_a_model_runs_under_tools_by_its_name(tmp_path: Path) -> None:
         "import torch\ntorch.ones(3).sum()\nnet = lambda: torch.nn.Linear(4, 2)"
     )
     net = amanda_run(tmp_path, "flops", "-o", "net", "--input-shape", "3,4", "torch:nets.py:net")
-    assert "24 MACs, 1 calls" in net.stderr  # none of the import
+    assert "24 MACs, 1 call" in net.stderr  # none of the import
     wrong = amanda_run(tmp_path, "flops", "torch:torch.nn:ReLU", status=2)
     assert "does not say what its inputs are: give --input-shape" in wrong.stderr
     assert "Traceback" not in wrong.stderr

@@ -146,6 +146,21 @@ def test_a_fault_that_comes_with_the_precision_is_found_in_the_advised_order() -
     assert (retyped.type, retyped.dtypes) == ("arange", ("bfloat16", "float32"))
 
 
+@pytest.mark.parametrize("function", [torch.inner, torch.kron, torch.linalg.solve])
+def test_the_control_writes_the_result_that_a_function_is_given(function: Any) -> None:
+    x, y = torch.rand(2, 3, 3, generator=torch.Generator().manual_seed(0))
+
+    def scaled(factor: float) -> Tensor:
+        result = torch.zeros(function(x, y).shape)
+        function(x.exp(), y, out=result)
+        return result * factor
+
+    first = diff(lambda: scaled(1.0), lambda: scaled(1.01), control="float64").first
+    assert first is not None
+    assert first.type == "mul"
+    assert not diff(lambda: scaled(1.0), lambda: scaled(1.0), control="float64")
+
+
 def test_an_overflow_of_half_precision_is_no_expected_error() -> None:
     def scaled(x: Tensor) -> Tensor:
         return (x * 300).square().mean() / 90000

@@ -342,9 +342,9 @@ def test_processes_that_were_given_one_folder_do_not_write_over_each_other(
     if overwrite:
         dumped(folder, lambda: torch.ones(2).exp(), outputs="full")
     tools = [DumpTool(folder, outputs="full", overwrite=overwrite) for _ in range(3)]
-    for tool, op in zip(tools, (torch.neg, torch.abs, torch.sin), strict=True):
+    for tool, name in zip(tools, ("neg", "abs", "sin"), strict=True):
         with amanda.apply(tool):
-            op(torch.ones(2))
+            getattr(torch, name)(torch.ones(2))
     folders = [tool.result.folder for tool in tools]
     assert folders[0] == folder
     assert {place.parent for place in folders[1:]} == {folder}

@@ -272,9 +272,7 @@ def test_results_name_the_axes_of_batches(tmp_path: Any) -> None:
     traced = str(trace.result)
     assert "f32[vmap 5,3] f32[4,3] f32[4]" in traced
     assert Graph.from_dict(trace.result.graph.to_dict()) == trace.result.graph
-    assert "ops ran under vmap when they were first met: a call computed all samples, 5." in str(
-        profile.result
-    )
+    assert "ops ran under vmap at first: a call computed all samples, 5." in str(profile.result)
     linear = next(place for place in profile.result.ops if place.type == "linear")
     assert linear.allocated == ROWS * 4 * 4
     shapes = {(row[2], row[4]): row[7] for row in dump.result.rows()}

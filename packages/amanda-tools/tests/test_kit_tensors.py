@@ -82,6 +82,15 @@ def test_a_tensor_on_the_meta_device_has_no_numbers() -> None:
     assert tensors_of(x).dense(x) is None
 
 
+def test_a_tensor_whose_memory_was_freed_has_no_numbers() -> None:
+    x = torch.ones(3)
+    x.untyped_storage().resize_(0)
+    assert tensors_of(x).unread(x) == "its memory was freed, as FSDP does between uses"
+    assert tensors_of(x).stored_values(x) is None
+    assert not tensors_of(x).is_dense(x)
+    assert tensors_of(x).unread(torch.ones(0)) is None
+
+
 def test_an_exact_array_has_the_type_of_the_tensor() -> None:
     x = torch.tensor([1.0, -2.5], dtype=torch.bfloat16)
     assert tensors_of(x).exact(x).dtype == ml_dtypes.bfloat16

@@ -52,6 +52,15 @@ def test_columns_say_how_rows_are_merged() -> None:
     assert ["total", "7"] in [line.split() for line in str(merged).splitlines()]
 
 
+def test_remarks_stay_with_their_ranks() -> None:
+    first, second = Seen([("relu", 2, 1, 5)]), Seen([("relu", 3, 1, 5)])
+    first.remarks = ["One tensor is not read."]
+    ranks = by_rank({"rank0": first, "rank1": second})
+    assert ranks.remarks == ["rank0: One tensor is not read."]
+    assert "rank0: One tensor is not read." in str(ranks)
+    assert by_rank({"host": ranks}).remarks == ranks.remarks
+
+
 def test_rows_by_rank_keep_each_rank_apart() -> None:
     table = by_rank({"rank0": Seen([("relu", 2, 1, 5)]), "rank10": Seen([("relu", 3, 1, 5)])})
     assert [column.name for column in table.columns][:3] == ["rank", "type", "calls"]

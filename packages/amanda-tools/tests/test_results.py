@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from amanda.errors import AmandaError
-from amanda.tools.results import Column, Result, amount, check_schema, shortened
+from amanda.tools.results import Column, Result, amount, check_schema, count_of, shortened
 from amanda.tools.results._layout import TableLayout, _cell_text, shortened_texts
 
 
@@ -253,6 +253,10 @@ def test_what_repeats_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert '"…" stands for "model.language_model.layers.".' in said
     assert "In every row: NaN 0." in said
     assert "Hidden columns: source." in said
+
+
+def test_one_is_no_plural() -> None:
+    assert [count_of(number, "op") for number in (0, 1, 4089)] == ["0 ops", "1 op", "4,089 ops"]
 
 
 def test_rows_are_sorted_and_combined_as_asked() -> None:

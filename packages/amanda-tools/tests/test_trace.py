@@ -493,7 +493,7 @@ def test_ops_over_the_limit_are_counted_and_not_kept() -> None:
         model(x)
     assert [(op.type, op.calls) for op in tool.graph.ops] == [("linear", 2), ("relu", 2)]
     assert tool.graph.dropped == 1
-    assert "1 more ops were not recorded" in str(tool.result)
+    assert "Not recorded: 1 more op;" in str(tool.result)
 
 
 def test_an_op_that_raises_leaves_no_trace() -> None:

@@ -48,7 +48,7 @@ def write_file(path: str | os.PathLike[str], content: str | bytes) -> Path:
 
 
 @contextmanager
-def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
+def replacing(path: str | os.PathLike[str], *, is_moved_over: bool = False) -> Iterator[Path]:
     """Return a context with the path of a new file, which replaces the file at `path` when it is left.
 
     The new file, called the part, lies beside the file.  After an exception, or if the process is killed, the
@@ -58,6 +58,8 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
 
     Args:
         path: File to write or replace.
+        is_moved_over: True for a library that moves a file of its own over the yielded path, where a lock on
+            the first file says nothing to other writers: the path is then of this writer alone.
 
     Raises:
         FileError: In place of an OSError.
@@ -70,7 +72,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
         if is_special_file:
             yield target
             return
-        part, lock_handle = _create_part(target)
+        part, lock_handle = _create_part(target, is_moved_over)
         try:
             new_mode = part.stat().st_mode
             yield part
@@ -81,22 +83,26 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
             _flush_to_disk(part)
             part.replace(target)
         except BaseException:
-            with suppress(OSError):
-                part.unlink(missing_ok=True)
+            # If it is in its place by now, another writer may have a part at its path.
+            if lock_handle is None or _is_at(part, lock_handle):
+                with suppress(OSError):
+                    part.unlink(missing_ok=True)
             raise
         finally:
             if lock_handle is not None:
                 os.close(lock_handle)
 
 
-def _create_part(target: Path) -> tuple[Path, int | None]:
+def _create_part(target: Path, is_moved_over: bool) -> tuple[Path, int | None]:
     """Make the part of a file, under a lock if the system has locks; take over a part that has no writer.
+
+    Without a lock the part has a name of its own.  is_moved_over: whether a lock would not last.
 
     Returns its path, and the handle that holds the lock; None without a lock.
     """
     # Beside the target, since a file is replaced as a whole within one file system alone.
     prefix = f".{target.name[:_MAX_NAME_LENGTH]}"
-    if sys.platform != "win32":
+    if sys.platform != "win32" and not is_moved_over:
         with suppress(OSError):  # another writer has the part, or the file system has no locks
             shared_part = target.with_name(f"{prefix}.00000000.part")
             return shared_part, _open_locked(shared_part)
@@ -108,24 +114,32 @@ def _create_part(target: Path) -> tuple[Path, int | None]:
 def _open_locked(part: Path) -> int:
     """Open or make a file, lock it until its handle is closed, and empty it; return the handle.
 
-    Raises OSError if the file is locked, or was moved away before it could be locked.  After an error other
-    than BlockingIOError, as on a file system without locks, the file is removed.
+    Raises BlockingIOError if the file is locked, or was moved away before it could be locked.  After another
+    OSError, as on a file system without locks, the file is removed.
     """
     # Made by `open`, so that the umask decides its mode; `tempfile` makes files for the owner alone.
     handle = os.open(part, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # Since it was opened, its writer may have moved it to its place.
-        is_still_there = os.path.samestat(os.fstat(handle), part.stat())
-        if not is_still_there:
+        if not _is_at(part, handle):
             raise BlockingIOError
         os.truncate(handle, 0)
     except BaseException as error:
-        os.close(handle)
-        if not isinstance(error, BlockingIOError):  # a file system without locks: the file is of no use
+        # After an interrupt the file may be another writer's; else it is of no use without locks.
+        if isinstance(error, OSError) and not isinstance(error, BlockingIOError):
             part.unlink(missing_ok=True)
+        os.close(handle)
         raise
     return handle
+
+
+def _is_at(path: Path, handle: int) -> bool:
+    """Return True if a path leads to an open file: not to another file, nor to none."""
+    try:
+        return os.path.samestat(os.fstat(handle), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 @contextmanager

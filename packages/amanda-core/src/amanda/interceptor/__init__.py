@@ -15,8 +15,8 @@ the `Resumption` with which Python continues an execution that native code has b
 `Moments` are statistics of numbers in memory, for observers: they belong to no call. A `FiniteCheck` is a
 routine that native code calls only where an op's outputs are not finite. `Moments.add_all` and `nonfinite`
 read many arrays at once, by the buffer protocol. A `Clock` measures executions, which nest on each thread; a
-`StorageTracker` counts the bytes of live storages, and `SavedTensors` reads what ops have saved for their
-backward ops. `ExecutionRecords`, `LiveTensors` and `SentGradients` hold what a tool has recorded of the
+`StorageTracker` counts the bytes of live storages, and a `SavedTensorReader` reads what ops have saved for
+their backward ops. `ExecutionRecords`, `LiveTensors` and `SentGradients` hold what a tool has recorded of the
 dataflow between ops, for a `RepeatObserver`, which native code calls only for what is new.
 
 Without a C compiler at install time a pure-Python interceptor offers the same names, and replaces
@@ -68,7 +68,7 @@ __all__ = [
     "Reader",
     "RepeatObserver",
     "Resumption",
-    "SavedTensors",
+    "SavedTensorReader",
     "SentGradients",
     "ShapeCounter",
     "Site",

@@ -173,7 +173,7 @@ class StorageObserver(interceptor.StorageObserver):
         find_recomputed: Returns the observer that takes the place of this one in recomputations.
         tracker: `interceptor.StorageTracker`, which observers share.
         number: Number of the op, to which the tracker ascribes the storages of its outputs.
-        *before: Of the observer after an op: that before it; and `interceptor.SavedTensors`, with which
+        *before: Of the observer after an op: that before it; and `interceptor.SavedTensorReader`, with which
             native code follows what the op has saved for its backward ops.
     """
 

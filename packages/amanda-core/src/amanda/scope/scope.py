@@ -309,7 +309,7 @@ def apply(*tools: AnyTool, compiled: Compiled = "eager") -> Scope:
     Tools that they depend on join by themselves.
 
     Args:
-        *tools: Tools, in the order in which their routines run.
+        *tools: Tools, in the order in which their routines run.  Without a tool nothing is instrumented.
         compiled: "eager" runs what torch.compile made op by op; "instrument" compiles it with routines in it.
 
     Returns:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from amanda.errors import ArtefactError
 from amanda.files import write_file
 from amanda.tools.kit import RequiredNames
-from amanda.tools.results import check_schema, parsing, read_json, to_json
+from amanda.tools.results import check_schema, count_of, parsing, read_json, to_json
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,7 +43,8 @@ class Checkpoint:
     def __repr__(self) -> str:
         elements = sum(tensor.numel() for tensor in self.tensors.values())
         tools = ", ".join(result["schema"].removeprefix("amanda.") for result in self.results)
-        return f"Checkpoint: {len(self.tensors):,} tensors, {elements:,} elements; {tools or 'no results'}"
+        counts = f"{count_of(len(self.tensors), 'tensor')}, {count_of(elements, 'element')}"
+        return f"Checkpoint: {counts}; {tools or 'no results'}"
 
 
 def _read_extent(value: Any) -> Any:

@@ -18,6 +18,7 @@ from amanda.tools.results import (
     Result,
     check_file,
     check_schema,
+    count_of,
     not_met,
     parsing,
     read_text,
@@ -145,7 +146,7 @@ class QuantizeResult(Result):
         """Return the number of tensors, their bits, and the op with the most noise."""
         bits = " and ".join(sorted({f"{tensor.bits} bits" for tensor in self.tensors}))
         ops = len({(tensor.phase, tensor.type, tensor.module, tensor.source) for tensor in self.tensors})
-        text = f"{len(self.tensors)} tensors of {ops} ops in {bits}, {self.method}"
+        text = f"{count_of(len(self.tensors), 'tensor')} of {count_of(ops, 'op')} in {bits}, {self.method}"
         for module, kind, ratio in self.worst(1):  # none without measurements
             place = f"{kind} in {module}" if module else kind
             text += f"; the least output SQNR is {ratio:.1f} dB, {place}"

@@ -13,7 +13,7 @@ from amanda.tools.axes import canonical, canonical_extents, restored
 from amanda.tools.kit import Samples, tensors_of
 from amanda.tools.libraries import do
 from amanda.tools.libraries import numpy as np
-from amanda.tools.results import Column, Result, not_met, shortened
+from amanda.tools.results import Column, Result, count_of, not_met, shortened
 from amanda.tools.select import as_remarks
 from amanda.tools.weights._parameters import ParameterStore, axes_in_memory_order
 
@@ -448,7 +448,7 @@ class WeightResult(Result):
     def counted(self) -> str:
         """The number of weights and of their elements, in words."""
         count = len(self._rows)
-        return f"{count} weight{'s' * (count != 1)} ({self.elements:,} elements)"
+        return f"{count_of(count, 'weight')} ({self.elements:,} elements)"
 
     @property
     def _leading(self) -> int:

@@ -10,6 +10,8 @@ from typing import Any
 
 _DEEPEST = 256
 """Most executions under way on a thread, with those that raised and never stop."""
+NUMBER_LIMIT = 1 << 24
+"""Number of ops on a clock or a tracker; in native code their tables have a row for each."""
 
 
 @dataclass
@@ -66,6 +68,7 @@ class Clock:
             number: Of the op.
             tag: Object that `stop` returns.
         """
+        _check_number(number)
         if self.recording:
             started = self._started_by_thread.setdefault(get_ident(), deque(maxlen=_DEEPEST))
             execution = _Started(number, tag)
@@ -140,6 +143,12 @@ class Clock:
         return self._log.tobytes()
 
 
+def _check_number(number: int) -> None:
+    """Raise ValueError for a number that no op has."""
+    if not 0 <= number < NUMBER_LIMIT:
+        raise ValueError(f"the number of an op is from 0 to {NUMBER_LIMIT - 1}, not {number}")
+
+
 class ClockObserver:
     """Routine that starts an execution before an op, or stops it after the op.
 
@@ -150,6 +159,7 @@ class ClockObserver:
     """
 
     def __init__(self, clock: Clock, number: int, stops: bool = False) -> None:
+        _check_number(number)
         self._clock, self._number, self._stops = clock, number, stops
 
     def __call__(self, *values: Any, **options: Any) -> None:

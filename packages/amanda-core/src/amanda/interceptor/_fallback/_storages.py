@@ -8,6 +8,8 @@ from contextlib import suppress
 from time import perf_counter_ns
 from typing import Any, NamedTuple
 
+from ._clocks import NUMBER_LIMIT
+
 _OLDER = -1
 """Owner of what no observed op has allocated."""
 
@@ -116,6 +118,8 @@ class StorageTracker:
             device: Name of the device.
             owner: Number of the op that has allocated the storage; -1 for an older one.
         """
+        if owner >= NUMBER_LIMIT:
+            raise ValueError(f"the number of an op is at most {NUMBER_LIMIT - 1}, not {owner}")
         self._process_deaths()
         live = self._live_by_address.get(address)
         if live is not None and live.reference() is storage:
@@ -204,7 +208,7 @@ class StorageObserver:
 
     def __init__(
         self, tracker: StorageTracker, number: int, before: "StorageObserver | None" = None,
-        saved: "SavedTensors | None" = None,
+        saved: "SavedTensorReader | None" = None,
     ) -> None:  # fmt: skip
         self.before = before
 
@@ -213,7 +217,7 @@ class StorageObserver:
         return -1
 
 
-class SavedTensors:
+class SavedTensorReader:
     """Reader of what backward ops have saved, by the names of their attributes.
 
     Args:

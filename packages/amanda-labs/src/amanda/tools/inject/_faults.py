@@ -15,7 +15,7 @@ from amanda.errors import AmandaError
 from amanda.tools.kit import Tensors, tensors_of
 from amanda.tools.libraries import ml_dtypes
 from amanda.tools.libraries import numpy as np
-from amanda.tools.results import Column, Result, shortened
+from amanda.tools.results import Column, Result, count_of, shortened
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -427,7 +427,8 @@ class InjectResult(Result):
 
         If no op was selected, a sentence names the types that ops had.
         """
-        notes = [f"{self.total:,} elements changed in {self.executions:,} executions of the selected ops."]
+        elements, executions = count_of(self.total, "element"), count_of(self.executions, "execution")
+        notes = [f"{elements} changed in {executions} of the selected ops."]
         if self.total > len(self.injections):
             notes.append(
                 f"The table has the first {len(self.injections):,} elements; raise `limit` for more."

@@ -15,7 +15,7 @@ from amanda.tools.inject._faults import InjectError, Injection, Site
 from amanda.tools.kit import tensors_of
 from amanda.tools.libraries import numpy as np
 from amanda.tools.libraries import tree_iter
-from amanda.tools.results import Column, KeyedResult
+from amanda.tools.results import Column, KeyedResult, count_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -117,7 +117,7 @@ class CampaignResult(KeyedResult):
                 for name in ("SDC rate", "low", "high")
             ),
         )
-        self._set_keys(by, f"Outcomes of {len(self.trials):,} trials")
+        self._set_keys(by, f"Outcomes of {count_of(len(self.trials), 'trial')}")
 
     def count(self, outcome: str) -> int:
         """Return the number of trials with an outcome.
@@ -182,11 +182,11 @@ class CampaignResult(KeyedResult):
             f"{outcome} {self.rate(outcome)}" for outcome in self._outcomes if self.count(outcome)
         )
         notes = [
-            f"Seed {self.seed}, {self.sites:,} executions of ops with tensors for faults.",
+            f"Seed {self.seed}, {count_of(self.sites, 'execution')} of ops with tensors for faults.",
             f"Shares with 95 % confidence intervals (Wilson): {rates or 'no trial had a fault'}.",
         ]
         if unchanged_count := self.count("no_fault"):
-            notes.append(f"No element changed in {unchanged_count:,} trials.")
+            notes.append(f"No element changed in {count_of(unchanged_count, 'trial')}.")
         return notes
 
 

@@ -52,10 +52,11 @@ _ENDS_IN_WRAPPERS = frozenset(
 
 
 def point_rules() -> MappingTool:
-    """Return rules that write two keys.
+    """Return rules that write three keys.
 
     point: side and index of a point of a module, None at other ops.
     reaches_values: whether a gradient reaches what a differentiable routine holds.
+    may_return_lists: whether an output of an op may be a list of tensors.
     """
     pytorch, tensorflow = _write_pytorch_point, _write_tensorflow_point
     return MappingTool([["*", _write_defaults], ["pytorch", pytorch], ["tensorflow", tensorflow]])
@@ -75,8 +76,8 @@ def requires_gradient(value: Any) -> bool:
 
 
 def _write_defaults(context: amanda.OpContext) -> None:
-    """Write that an op is not a point, and that gradients reach values of the tool."""
-    context["point"], context["reaches_values"] = None, True
+    """Write that an op is not a point, that gradients reach values of the tool, and that outputs are flat."""
+    context["point"], context["reaches_values"], context["may_return_lists"] = None, True, False
 
 
 def _write_pytorch_point(context: amanda.OpContext) -> None:
@@ -89,9 +90,9 @@ def _write_pytorch_point(context: amanda.OpContext) -> None:
 def _write_tensorflow_point(context: amanda.OpContext) -> None:
     """Write the point that an Identity is, by its name in a graph, in eager mode by the point under way.
 
-    Also writes `reaches_values`, which is False in graphs.
+    Also writes `reaches_values`, which is False in graphs, and `may_return_lists`, for ops such as Split.
     """
-    context["reaches_values"] = context.is_eager()
+    context["reaches_values"], context["may_return_lists"] = context.is_eager(), True
     if context.get_forward_op_type() == "Identity":
         match = _POINT_NAME.search(getattr(context.get_op(), "name", None) or "")
         context["point"] = (match[1], int(match[2])) if match else _point_under_way.point

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from amanda.errors import AmandaError
 from amanda.tools.libraries import numpy as np
 from amanda.tools.plots import PlottedResult
-from amanda.tools.results import Column, Result, shortened
+from amanda.tools.results import Column, Result, count_of, shortened
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -196,7 +196,11 @@ class PatchResult(Result):
     def notes(self) -> Sequence[str]:
         """Return a sentence on executions in which no selected position existed."""
         skipped_count = sum(point.skipped for point in self.patched)
-        return [f"At {skipped_count:,} executions no selected position existed."] if skipped_count else []
+        return (
+            [f"At {count_of(skipped_count, 'execution')} no selected position existed."]
+            if skipped_count
+            else []
+        )
 
 
 class PatchSweep(PlottedResult):

@@ -30,6 +30,7 @@ from amanda.tools.patch._result import (
     ValuesByPoint,
     is_value,
 )
+from amanda.tools.results import count_of
 from amanda.tools.select import Globs, ModulePaths, Paths, Selection, as_remarks, unmatched
 from amanda.tools.steps import execution_number
 
@@ -50,7 +51,7 @@ class PatchTool(amanda.Tool):
         points: Paths of modules whose calls are the points: "model.layers.1", "model.layers.*", where `*`
             matches no dot; "" is the model.
         side: The "output" of the calls, or the "input", their positional arguments.
-        index: Position of the tensor after nested tuples and dicts are flattened; None for all.
+        index: Position of the tensor after nested tuples, lists and dicts are flattened; None for all.
         type: Op types, as StandardMapping or the framework names them.  The points are then the ops of these
             types, in the modules of `points` and in their submodules.
         module: Globs of module paths; only points in `module` and not in `exclude` are used.  Without
@@ -231,28 +232,39 @@ class PatchTool(amanda.Tool):
         elif point is not None:
             return  # ops of the program are selected, and a point is none
         elif self._side == "output":
-            self._insert_routine(context, self.place(context), self._index, position=self._index)
+            is_first_output = self._index == 0 and not context["may_return_lists"]
+            self._insert_routine(context, self.place(context), self._index, 0 if is_first_output else None)
         else:
-            inputs = context.get_inputs()
-            if self._index is not None and self._index >= len(inputs):
-                count = f"{len(inputs)} input{'s' * (len(inputs) != 1)}"
-                raise PatchError(
-                    f"index is {self._index} and {self.place(context)} has {count}, counted from 0; "
-                    "give the index of one of them, or None for all"
-                )
-            for index in range(len(inputs)) if self._index is None else [self._index]:
-                if context["dtype"](inputs[index]) is not None:  # a tensor
-                    self._insert_routine(context, self.place(context), index, position=index)
+            self._insert_before(context)
+
+    def _insert_before(self, context: amanda.OpContext) -> None:
+        """Insert the routines of the selected inputs; raise PatchError for an index that no input has."""
+        count, dtype, place = 0, context["dtype"], self.place(context)
+        for position, value in enumerate(context.get_inputs()):
+            values = leaves([value])
+            has_tensor = any(dtype(leaf) is not None for leaf in values)
+            # Numbers in a list, such as extents, are one input.
+            is_list = has_tensor and isinstance(value, (list, tuple))
+            first, count = count, count + (len(values) if is_list else 1)
+            if has_tensor and (self._index is None or first <= self._index < count):
+                if is_list:
+                    self._insert_routine(context, place, self._index, position, first)
+                else:
+                    self._insert_routine(context, place, first, position)
+        if self._index is not None and self._index >= count:
+            raise _no_such_tensor(self._index, place, count, "input")
 
     def _insert_routine(
-        self, context: amanda.OpContext, place: str, index: int | None, position: int | None
-    ) -> None:
+        self, context: amanda.OpContext, place: str, index: int | None, position: int | None,
+        first: int | None = None,
+    ) -> None:  # fmt: skip
         """Insert the routine that saves or changes a tensor, with a new record of its point at first.
 
         Warns where no gradient reaches a value that is trained.
 
-        place: name of the module or op.  index: of the tensor at that side of it.  position: of the tensor
-        among the inputs or outputs of the context's op.  Both are None for all outputs of the op.
+        place: name of the module or op.  index: of the tensor at that side of it; None for all tensors.
+        position: of the value among the inputs or outputs of the context's op; None for all outputs.
+        first: of a list at the position, the index of its first tensor; None for a tensor.
         """
         kind = "module" if self._selects_modules else context["type"]
         source = "" if self._selects_modules else context.get_source()
@@ -263,16 +275,16 @@ class PatchTool(amanda.Tool):
             name = f"{place}[{index}]" if index else place
             return self._record_by_point.setdefault((op_id, index), Patched(*labels, name))
 
-        record = record_at(index or 0)
+        record = record_at((first or 0) if index is None else index)
         if self._differentiable and self._has_trained_value and not context["reaches_values"]:
             self._warn(
                 f"no gradient reaches the value of {self._edit} in graphs of {context.namespace[0]}, as at "
                 f"{record.point}: run the model eagerly"
             )
         method: Any = self._save_value if self._edit == "save" else self._change_value
-        if position is None:
+        if position is None or first is not None:
             # Each execution may have another number of outputs, which is not known before the op has run.
-            routine = _make_function_of_all(method, record_at, context["dtype"])
+            routine = _make_function_of_all(method, record_at, context["dtype"], index, first or 0, place)
             keywords: dict[str, Any] = {}
         else:
             routine, keywords = _make_function(method), {"record": record}
@@ -418,6 +430,14 @@ def _prefix_ends(path: str) -> list[int]:
     return [*(i for i, letter in enumerate(path) if letter in "./"), len(path)]
 
 
+def _no_such_tensor(index: int, place: str, count: int, noun: str) -> PatchError:
+    """Return the error about an index that no input or output of an op has."""
+    return PatchError(
+        f"index is {index} and {place} has {count_of(count, noun)}, counted from 0; "
+        "give the index of one of them, or None for all"
+    )
+
+
 def _make_function(method: Any) -> Any:
     """Return a new function that calls a bound method: a mark on it is of this tool alone."""
 
@@ -428,25 +448,30 @@ def _make_function(method: Any) -> Any:
 
 
 def _make_function_of_all(
-    method: Any, record_at: Callable[[int], Patched], dtype: Callable[[Any], Any]
-) -> Any:
-    """Return a new function that calls a bound method for each tensor of all outputs of an op.
+    method: Any, record_at: Callable[[int], Patched], dtype: Callable[[Any], Any], selected: int | None,
+    first: int, place: str,
+) -> Any:  # fmt: skip
+    """Return a new function that calls a bound method for tensors of an op's values, also of lists.
 
-    record_at: return the record of the output at an index.  dtype: return None for what is no tensor.
+    record_at: return the record of the tensor at an index.  dtype: return None for what is no tensor.
+    selected: index of the tensor; None for all.  first: index of the first one.  place: name of the op.
     """
 
-    def routine(*outputs: Any, run: dict[Any, Any] | None, recomputed: bool) -> Any:
+    def routine(*values: Any, run: dict[Any, Any] | None, recomputed: bool) -> Any:
         results: list[Any] = []
 
         def apply_to(value: Any) -> Any:
             # An op of TensorFlow may have one output that is a list, such as Split.
             if type(value) in (list, tuple):
                 return type(value)(map(apply_to, value))
-            index = len(results)
-            results.append(None if dtype(value) is None else method(value, record_at(index), run, recomputed))
-            return value if results[index] is None else results[index]
+            index = first + len(results)
+            is_selected = selected in (None, index) and dtype(value) is not None
+            results.append(method(value, record_at(index), run, recomputed) if is_selected else None)
+            return value if results[-1] is None else results[-1]
 
-        new_outputs = [apply_to(output) for output in outputs]
-        return None if all(result is None for result in results) else new_outputs
+        new_values = [apply_to(value) for value in values]
+        if selected is not None and selected >= first + len(results):
+            raise _no_such_tensor(selected, place, len(results), "output")
+        return None if all(result is None for result in results) else new_values
 
     return routine

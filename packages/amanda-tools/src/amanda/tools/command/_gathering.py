@@ -319,10 +319,11 @@ def _merge_files(files: Sequence[Path], ranks: int | None, per_rank: bool) -> di
     merged_by_tool: dict[str, Result] = {}
     for tool_name, results in results_by_tool.items():
         missing_labels = missing_ranks(results, ranks)
-        merged_by_tool[tool_name] = by_rank(results) if per_rank else merge_results(results, missing_labels)
+        merged = by_rank(results) if per_rank else merge_results(results, missing_labels)
         # Rows side by side cannot say what is missing, as a merged result does.
         if per_rank and missing_labels:
-            merged_by_tool[tool_name].remarks = [f"There is no result of {', '.join(missing_labels)}."]
+            merged.remarks = [*merged.remarks, f"There is no result of {', '.join(missing_labels)}."]
+        merged_by_tool[tool_name] = merged
     return merged_by_tool
 
 

@@ -141,15 +141,17 @@ def _enter_modes(names_of_float32_ops: set[str]) -> Any:
         # A view has to stay one: a copy in float64 would not see writes into its base.
         aliases = (value.alias_info for value in func._schema.returns)
         is_view = any(alias is not None and not alias.is_write for alias in aliases)
-        return is_view or func is torch.ops.aten.clone.default
+        # `_unsafe_view` is a view into which kron writes, though its schema does not say so.
+        return is_view or func in (torch.ops.aten.clone.default, torch.ops.aten._unsafe_view.default)
 
     class PromotionMode(TorchFunctionMode):
         """Cast the inputs of a function that raises for mixed element types before any kernel runs."""
 
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            """Call a function; if it raises for mixed types and writes nothing, again in float64."""
+            """Call a function; if it raises for mixed types, again in float64, and writes its `out`."""
+            kwargs = kwargs or {}
             try:
-                return func(*args, **(kwargs or {}))
+                return func(*args, **kwargs)
             except RuntimeError:
                 tensors = torch_tensors((args, kwargs), structures=True)
                 dtypes = {x.dtype for x in tensors if x.is_floating_point()}
@@ -158,9 +160,14 @@ def _enter_modes(names_of_float32_ops: set[str]) -> Any:
                 if len(dtypes) < 2 or func.__name__.endswith("_"):
                     raise
                 with amanda.disabled():
-                    wide_args = cast_floats(torch.float64, args)
-                    wide_kwargs = cast_floats(torch.float64, kwargs or {})
-                return func(*wide_args, **wide_kwargs)
+                    wide_args, wide_kwargs = cast_floats(torch.float64, (args, kwargs))
+                outputs = func(*wide_args, **wide_kwargs)
+                originals, copies = (torch_tensors([options.get("out")]) for options in (kwargs, wide_kwargs))
+                with amanda.disabled():
+                    for original, wide in zip(originals, copies, strict=True):
+                        original.resize_(wide.shape).copy_(wide)
+                original_by_id = dict(zip(map(id, copies), originals, strict=True))
+                return tree_map_only(torch.Tensor, lambda x: original_by_id.get(id(x), x), outputs)
 
     stack = ExitStack()
     stack.enter_context(Float64Mode())  # type: ignore[no-untyped-call]

@@ -19,7 +19,7 @@ from amanda.tools.dump._reader import UNMEASURED, Entry, Format, Op, RawEntry
 from amanda.tools.dump._writer import Writer, exact_array, sample_of
 from amanda.tools.kit import OpRecord, OpTensor, Role, TensorTool, leaves, parameter_paths, tensors_of
 from amanda.tools.mapping import itemsize
-from amanda.tools.results import Column, Result, amount
+from amanda.tools.results import Column, Result, amount, count_of
 from amanda.tools.select import SelectOptions, select
 from amanda.tools.stats import Accumulator
 
@@ -76,7 +76,7 @@ class DumpResult(Result):
         """Return where the tensors are, and which were left out."""
         stored_count = sum(entry.file is not None for entry in self.entries)
         size = amount(self._stored_bytes, "B")
-        notes = [f"{stored_count:,} of {len(self.entries):,} tensors, {size}, in {self.folder}."]
+        notes = [f"{stored_count:,} of {count_of(len(self.entries), 'tensor')}, {size}, in {self.folder}."]
         count_by_reason = Counter(entry.left_out for entry in self.entries if entry.left_out is not None)
         for reason, count in count_by_reason.items():
             notes.append(f"{count:,} more have summaries only because of {reason}.")

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple, get_args
 
 from amanda.errors import AmandaError, did_you_mean
 from amanda.tools.mapping import TENSORFLOW_HANDLES
-from amanda.tools.results import NOTHING, Column, PlacesResult, Result, amount, check_schema
+from amanda.tools.results import NOTHING, Column, PlacesResult, Result, amount, check_schema, count_of
 from amanda.tools.select import Phase
 
 Shape = tuple[int, ...]
@@ -396,7 +396,7 @@ class FlopsResult(PlacesResult[OpCost]):
         parts = ", ".join(f"{phase} {amount(self._sum('flops', phase))}" for phase in phases)
         flops = f"{amount(self._sum('flops'))} FLOPs{f' ({parts})' if len(phases) > 1 else ''}"
         return [
-            f"{flops}, {amount(self._sum('macs'))} MACs, {self._sum('calls'):,} calls.",
+            f"{flops}, {amount(self._sum('macs'))} MACs, {count_of(self._sum('calls'), 'call')}.",
             "A multiply-accumulate (MAC) of a convolution, matrix product or attention is two FLOPs.",
             *self._gaps(),
         ]

@@ -36,6 +36,14 @@ def is_wrapped(x: Tensor) -> bool:
     return functions.is_functorch_wrapped_tensor(x) or functions.is_legacy_batchedtensor(x)
 
 
+def is_freed(x: Tensor) -> bool:
+    """Return True if the program has freed the elements, which torch itself would read at address 0."""
+    try:
+        return x.untyped_storage().nbytes() == 0 and x.numel() > 0
+    except (NotImplementedError, RuntimeError):  # a layout, or a device, without storages
+        return False
+
+
 def why_unread(x: Tensor) -> str | None:
     """Return why a tensor of a subclass cannot be read, without a call of what the subclass overrides.
 
@@ -48,13 +56,9 @@ def why_unread(x: Tensor) -> str | None:
         return "it has a shape and no elements, as a FakeTensor"
     name = torch_dtype(x)
     # The mapping marks a class that says itself what ops do by brackets.
-    decides_itself = name is None or name.endswith("]")
-    if decides_itself:
-        return (
-            f"it is packed, {name}"
-            if hasattr(tensor_class, "__tensor_flatten__")
-            else f"{tensor_class.__name__} {_DECIDES_ITSELF}"
-        )
+    if name is None or name.endswith("]"):
+        is_packed = hasattr(tensor_class, "__tensor_flatten__")
+        return f"it is packed, {name}" if is_packed else f"{tensor_class.__name__} {_DECIDES_ITSELF}"
     # A DTensor or the result of a collective: what this process holds is read, as a rule a plain tensor.
     if local(x) is not x:
         return None

@@ -15,6 +15,7 @@ from torch import Tensor
 import amanda
 from amanda.tools.kit._elements_torch import (
     TorchSamples,
+    is_freed,
     is_wrapped,
     resolved,
     rows_of_bytes,
@@ -105,7 +106,9 @@ class TorchTensorLibrary(Tensors):
         if tensor_class is torch.Tensor or tensor_class is torch.nn.Parameter:  # a hot path
             if x.is_meta:
                 return "it has a shape and no elements, on the device meta"
-            return "it belongs to a transform, such as vmap" if is_wrapped(x) else None
+            if is_wrapped(x):
+                return "it belongs to a transform, such as vmap"
+            return "its memory was freed, as FSDP does between uses" if is_freed(x) else None
         return why_unread(x)
 
     def samples(self, x: Tensor) -> Samples | None:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from amanda.tools.kit import place_text
 from amanda.tools.nan._floats import Summary
-from amanda.tools.results import NOTHING, Column, Result, check_schema, made_of
+from amanda.tools.results import NOTHING, Column, Result, check_schema, count_of, made_of
 
 _NAMED = 3
 """Inputs, and parameters, that a sentence describes."""
@@ -161,12 +161,9 @@ class NanResult(Result):
             return NOTHING
         is_partly_read = any("not read" in text for text in self.remarks)
         unread = "; not every output was read" if is_partly_read else ""
-        outcome = f"none produced {self._sought}"
-        if self._skipped:
-            outcome = (
-                f"gradients overflowed in {self._skipped_steps}; no op of other steps produced {self._sought}"
-            )
-        return f"{self.executions:,} ops ran; {outcome}{unread}."
+        overflows = f"gradients overflowed in {self._skipped_steps}; no op of other steps"
+        producers = overflows if self._skipped else "none"
+        return f"{count_of(self.executions, 'op')} ran; {producers} produced {self._sought}{unread}."
 
     @property
     def _leading(self) -> int:
@@ -184,7 +181,7 @@ class NanResult(Result):
 
     @property
     def _skipped_steps(self) -> str:
-        return f"{self._skipped:,} step{'s' * (self._skipped > 1)} that a GradScaler skipped"
+        return f"{count_of(self._skipped, 'step')} that a GradScaler skipped"
 
     @property
     def _consequences(self) -> Sequence[Entered]:
@@ -256,10 +253,8 @@ class NanResult(Result):
             first_step = min(entry.step for entry in consequences)
             notes.append(f"{noun} NaN after it, from step {first_step:,}: {', '.join(names[:_NAMED])}{more}.")
         if self:
-            passed_on = (
-                f"; {self.passed_on:,} passed on {self._sought} from their inputs" if self.passed_on else ""
-            )
-            notes.append(f"{self.executions:,} ops ran{passed_on}.")
+            passed_on = f"; {self.passed_on:,} passed on {self._sought} from their inputs"
+            notes.append(f"{count_of(self.executions, 'op')} ran{passed_on if self.passed_on else ''}.")
         inputs = [summary for finding in self.findings for summary in finding.inputs.values()]
         if not self._inf and any(summary.inf for summary in inputs):
             notes.append("Some inputs were Inf: nan:inf (shell) or NanTool(inf=True) (Python) says where.")

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from amanda.tools.profile import _trace
 from amanda.tools.profile._recorder import Recorder, floor
 from amanda.tools.profile._records import KEYS, OLDER, OpProfile, Peak, Timeline, events_of, summed
-from amanda.tools.results import NOTHING, Column, KeyedResult, Result, amount, check_schema, made_of
+from amanda.tools.results import NOTHING, Column, KeyedResult, Result, amount, check_schema, count_of, made_of
 
 MS = 1e-6
 """Milliseconds of a nanosecond."""
@@ -241,16 +241,14 @@ class ProfileResult(KeyedResult):
         if self.ops:
             share = f", {total_ms / self.wall:.0%}" if self.wall else ""
             notes.append(
-                f"Ops took {total_ms:,.3f} ms of {self.wall:,.3f} ms in {steps} recorded "
-                f"step{'s' if steps != 1 else ''}{share}. The time of tools is excluded, except for "
+                f"Ops took {total_ms:,.3f} ms of {self.wall:,.3f} ms in "
+                f"{count_of(steps, 'recorded step')}{share}. The time of tools is excluded, except for "
                 f"{floor() / 1000:.2f} us per op."
             )
         notes += [f"{str(peak)[0].upper()}{str(peak)[1:]}." for peak in self.peaks]
         untimed = sum(op.calls - op.timed for op in self.ops)
         if untimed:
-            notes.append(
-                f"{untimed:,} executions have no time: the ops have no inputs, so nothing marks their begin."
-            )
+            notes.append(f"No time for {count_of(untimed, 'execution')}: no input marks their begin.")
         if self.obstacle:
             notes.append(f"torch.profiler recorded no kernels: {self.obstacle}.")
         if dropped:

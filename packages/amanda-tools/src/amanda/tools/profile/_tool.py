@@ -20,6 +20,7 @@ from amanda.tools.mapping import CALLING_OPS, MappingTool, StandardMapping, item
 from amanda.tools.profile._recorder import DeviceClock, KernelProfiler, Probe, Recorder, Schedule
 from amanda.tools.profile._records import OpProfile, name_of
 from amanda.tools.profile._result import ProfileResult
+from amanda.tools.results import count_of
 from amanda.tools.select import SelectOptions, select
 from amanda.tools.steps import Steps
 
@@ -44,7 +45,7 @@ class MeasuringFacts:
     gpu: the device of the op.  record_event: records an event in the queue of the device.
     storages_of: returns the memory of values.  storages_saved_since: returns the memory that a forward op
     saves for its backward pass, from the outputs and the result of `next_sequence_number` before the op.
-    saved_tensors: with which native code does the same.
+    saved_reader: with which native code does the same.
     output_bytes: returns the bytes of outputs; where the end of tensors cannot be observed.
     untimed_reason: why an op that is not measured has no time; "" for an op that moves values.
     """
@@ -58,7 +59,7 @@ class MeasuringFacts:
     storages_of: Callable[[Iterable[Any]], list[Any]] | None = None
     storages_saved_since: Callable[[Iterable[Any], int], list[Any]] | None = None
     next_sequence_number: Callable[[], int] | None = None
-    saved_tensors: interceptor.SavedTensors | None = None
+    saved_reader: interceptor.SavedTensorReader | None = None
     output_bytes: Callable[[Iterable[Any]], int] | None = None
     untimed_reason: str = ""
 
@@ -71,7 +72,7 @@ def _pytorch_facts(context: amanda.OpContext) -> None:
     context["profile"] = MeasuringFacts(
         has_kernel_ranges=True, gpu=_gpu_of(context.get_inputs()), record_event=_record_event,
         storages_of=_storages_of, storages_saved_since=_storages_saved_since,
-        next_sequence_number=_next_sequence_number, saved_tensors=_SAVED_TENSORS,
+        next_sequence_number=_next_sequence_number, saved_reader=_SAVED_TENSOR_READER,
     )  # fmt: skip
 
 
@@ -144,7 +145,7 @@ def _storages_saved_since(outputs: Iterable[Any], since: int) -> list[Any]:
     import torch
 
     with torch._C.DisableTorchFunction():
-        saved_values = _SAVED_TENSORS.between(torch_tensors(outputs), since, _next_sequence_number())
+        saved_values = _SAVED_TENSOR_READER.between(torch_tensors(outputs), since, _next_sequence_number())
     return _storages_of(saved_values)
 
 
@@ -161,7 +162,7 @@ def _packs_saved_tensors() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
-_SAVED_TENSORS = interceptor.SavedTensors(
+_SAVED_TENSOR_READER = interceptor.SavedTensorReader(
     "grad_fn", "next_functions", "_sequence_nr", _saved_attributes, _packs_saved_tensors
 )
 
@@ -198,7 +199,7 @@ def _tensorflow_facts(context: amanda.OpContext) -> None:
 
 
 _TRACED_REASON = (
-    "have no time, because XLA compiled and fused them: jax.profiler.trace measures the program, "
+    "XLA compiled and fused them; jax.profiler.trace measures the program, "
     "and outside of jit each op is measured"
 )
 
@@ -274,9 +275,10 @@ class ProfileTool(amanda.Tool):
             clock.wait()
         self._read_kernels()
         result = ProfileResult.of(self._recorder, self._kernel_profiler.obstacle)
-        result.remarks = [f"{len(ops):,} ops {why}." for why, ops in self._untimed_ops_by_reason.items()]
+        reasons = self._untimed_ops_by_reason.items()
+        result.remarks = [f"No time for {count_of(len(ops), 'op')}: {why}." for why, ops in reasons]
         result.remarks += [
-            f"{len(ops):,} ops ran under vmap when they were first met: a call computed all samples, "
+            f"{count_of(len(ops), 'op')} ran under vmap at first: a call computed all samples, "
             f"{'x'.join(map(str, sizes))}."
             for sizes, ops in self._ops_by_batch_sizes.items()
         ]
@@ -377,7 +379,7 @@ class ProfileTool(amanda.Tool):
             def find_recomputed() -> StorageObserver:
                 return observer_after(recorder.recomputation(profile))
 
-            links = [before, facts.saved_tensors] if is_forward and facts.saved_tensors else [before]
+            links = [before, facts.saved_reader] if is_forward and facts.saved_reader else [before]
             return StorageObserver(follow_outputs, find_recomputed, recorder.storages, profile.index, *links)
 
         return before, observer_after(op_profile)

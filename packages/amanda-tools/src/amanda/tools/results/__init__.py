@@ -8,7 +8,7 @@ class Counts(Result):
         return [("conv2d", 53), ("relu", 49)]
 """
 
-from amanda.tools.results._display import NOTHING, amount, not_met, shortened
+from amanda.tools.results._display import NOTHING, amount, count_of, not_met, shortened
 from amanda.tools.results._files import (
     TooLargeError,
     check_file,
@@ -35,7 +35,7 @@ from amanda.tools.results._result import Column, Result
 
 __all__ = [
     "NOTHING", "Column", "KeyedResult", "Mergeable", "PlacesResult", "Result", "Table", "TooLargeError",
-    "amount", "by_rank", "can_merge", "check_file", "check_schema", "check_size", "field_values",
+    "amount", "by_rank", "can_merge", "check_file", "check_schema", "check_size", "count_of", "field_values",
     "folded", "gather", "in_words", "is_lock", "load", "locked", "made_of", "merge", "not_met",
     "number_of", "parsing", "read_json", "read_npz", "read_text", "reading", "restored", "schema_of",
     "shortened", "to_json",

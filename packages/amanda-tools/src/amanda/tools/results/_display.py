@@ -30,6 +30,16 @@ def amount(value: float, unit: str = "") -> str:
     return f"{digits} {_PREFIXES[prefix]}{unit}".rstrip()
 
 
+def count_of(number: int, noun: str) -> str:
+    """Return a number with its noun, in the plural unless the number is 1: `1 op`, `4,089 ops`.
+
+    Args:
+        number: How many.
+        noun: In the singular; its plural ends in "s".
+    """
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
 def shortened(text: str, width: int) -> str:
     """Return text of at most so many characters, with "…" in the place of others.
 

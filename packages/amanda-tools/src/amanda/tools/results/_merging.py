@@ -214,16 +214,17 @@ def by_rank(results: Mapping[str, Result]) -> Table:
     _check_same_tool(results)
     first = next(iter(results.values()))
     notes = attribute_notes({name: result.notes() for name, result in results.items()})
-    lead = _joint_lead(results)
     names_and_rows = [(name, row) for name, result in results.items() for row in result.rows()]
     if tool := _source_tool(first):  # these are tables by rank already
-        rows_of_ranks = [(f"{name}.rank{rank}" if isinstance(rank, int) else f"{name}.{rank}", *cells)
-                         for name, (rank, *cells) in names_and_rows]  # fmt: skip
-        return Table(_RANKS, 1, first.columns, rows_of_ranks, first.title, notes, {"of": tool}, lead)
-    rows_with_rank = [(_rank_number(name), *row) for name, row in names_and_rows]
-    columns = [Column("rank", number=True), *first.columns]
-    title = f"{first.title or first.name} by rank"
-    return Table(_RANKS, 1, columns, rows_with_rank, title, notes, {"of": first.name}, lead)
+        columns, title = first.columns, first.title
+        rows = [(f"{name}.rank{rank}" if isinstance(rank, int) else f"{name}.{rank}", *cells)
+                for name, (rank, *cells) in names_and_rows]  # fmt: skip
+    else:
+        columns, title = (Column("rank", number=True), *first.columns), f"{first.title or first.name} by rank"
+        rows = [(_rank_number(name), *row) for name, row in names_and_rows]
+    table = Table(_RANKS, 1, columns, rows, title, notes, {"of": tool or first.name}, _joint_lead(results))
+    table.remarks = attribute_notes({name: result.remarks for name, result in results.items()})
+    return table
 
 
 def attribute_notes(sentences: Mapping[str, Sequence[str]]) -> list[str]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from amanda.errors import AmandaError, did_you_mean
 from amanda.files import write_file
 from amanda.options import PositiveInt, checked
-from amanda.tools.results._display import NOTHING, html_page, html_result, html_table, shortened
+from amanda.tools.results._display import NOTHING, count_of, html_page, html_result, html_table, shortened
 from amanda.tools.results._files import to_json
 from amanda.tools.results._layout import View, as_text, attribute_name, position_of
 
@@ -128,7 +128,7 @@ class Result(ABC):
         if (self._leading or self.lead) and self._sentences:
             return self._sentences[0].removesuffix(".")
         count = len(self.rows())
-        return f"{count:,} row{'s' * (count != 1)}" if count else "No op was recorded"
+        return count_of(count, "row") if count else "No op was recorded"
 
     def __str__(self) -> str:
         return as_text(self, View())

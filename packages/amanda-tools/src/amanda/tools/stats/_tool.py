@@ -16,7 +16,7 @@ from amanda.action import Executions, MomentsObserver
 from amanda.options import PositiveInt, Range, Share, checked
 from amanda.tools.kit import OpRecord, OpTensor, Role, TensorTool, place_text, tensors_of
 from amanda.tools.mapping import is_partial
-from amanda.tools.results import NOTHING, Column, Result, check_schema, made_of, read_json
+from amanda.tools.results import NOTHING, Column, Result, check_schema, count_of, made_of, read_json
 from amanda.tools.select import SelectOptions, select
 from amanda.tools.stats._accumulator import Accumulator, Moments
 from amanda.tools.stats._statistics import Bins, Sketch, Statistics
@@ -114,7 +114,7 @@ class StatsResult(Result):
             return "No tensor was read." if self.remarks and not self.lead else NOTHING
         nan_count = sum(entry.statistics.nan for entry in self.measured)
         inf_count = sum(entry.statistics.inf + entry.statistics.negative_inf for entry in self.measured)
-        counts_text = f"{len(self.measured):,} tensors: {nan_count:,} NaN, {inf_count:,} Inf"
+        counts_text = f"{count_of(len(self.measured), 'tensor')}: {nan_count:,} NaN, {inf_count:,} Inf"
         candidates = [entry for entry in self.measured if entry.statistics.count]
         # The largest index says nothing, beside numbers that were computed.
         candidates = [entry for entry in candidates if not entry.is_integer] or candidates

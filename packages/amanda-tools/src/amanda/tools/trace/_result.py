@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from amanda.options import checked
-from amanda.tools.results import NOTHING, Column, Result, read_json
+from amanda.tools.results import NOTHING, Column, Result, count_of, read_json
 from amanda.tools.trace._graph import VERSION, Graph, Op, Position, Tensor
 
 if TYPE_CHECKING:
@@ -72,9 +72,9 @@ class TraceResult(Result):
         counts = {"forward": 0, "backward": 0, **Counter(op.phase for op in self.graph.ops)}
         # Forward and backward are always told, other phases where there are some.
         *leading, last = (f"{count:,} {phase}" for phase, count in counts.items())
-        notes = [f"{', '.join(leading)} and {last} ops, {len(self.graph.tensors):,} tensors."]
+        notes = [f"{', '.join(leading)} and {last} ops, {count_of(len(self.graph.tensors), 'tensor')}."]
         if self.graph.dropped:
-            notes.append(f"{self.graph.dropped:,} more ops were not recorded; raise `limit` to record them.")
+            notes.append(f"Not recorded: {count_of(self.graph.dropped, 'more op')}; raise `limit` for more.")
         return notes
 
     def to_networkx(self) -> networkx.MultiDiGraph[int]:

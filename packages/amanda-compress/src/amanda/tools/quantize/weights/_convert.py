@@ -14,7 +14,7 @@ from amanda.tools.libraries import numpy as np
 from amanda.tools.quantize._fake_quantize import QuantizeError
 from amanda.tools.quantize.weights._calibrated import CalibratedWeight
 from amanda.tools.quantize.weights._integers import IntegerTool, has_factors
-from amanda.tools.results import Column, Result, to_json
+from amanda.tools.results import Column, Result, count_of, to_json
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -178,9 +178,7 @@ class ConvertResult(Result):
     def notes(self) -> Sequence[str]:
         """Return the bytes of the model, and reasons for skipped weights."""
         count = len({row[0] for row in self._rows})
-        summary = (
-            f"{count} layer{'s' * (count != 1)}: the model has {self.after:,} bytes, and had {self.before:,}."
-        )
+        summary = f"{count_of(count, 'layer')}: the model has {self.after:,} bytes, and had {self.before:,}."
         return [summary, *(f"{place} stays in floating point: {why}." for place, why in self.left.items())]
 
 
@@ -404,7 +402,7 @@ def _write_checkpoint(folder: Path, state: dict[str, Tensor], config: str) -> No
 
     with naming(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    with replacing(folder / _TENSORS) as part_path:
+    with replacing(folder / _TENSORS, is_moved_over=True) as part_path:
         try:
             save_file(state, part_path, {"format": "pt"})
         except SafetensorError as error:

@@ -3,9 +3,9 @@
 #define AMANDA_SAVED_H
 #include "interception/base.h"
 
-typedef struct SavedTensors SavedTensors;
+typedef struct SavedTensorReader SavedTensorReader;
 
-extern PyTypeObject SavedTensors_Type;
+extern PyTypeObject SavedTensorReader_Type;
 
 /* Called with a value that an op has saved: a tensor, a list of tensors, or None.  0: go on; any other result ends the
    visit, -1 with an exception. */
@@ -17,9 +17,9 @@ typedef struct {
     size_t count, room;
 } BackwardOps;
 
-int add_maker(const SavedTensors *self, PyObject *tensor, BackwardOps *ops); /* -1: an exception */
+int add_maker(const SavedTensorReader *self, PyObject *tensor, BackwardOps *ops); /* -1: an exception */
 /* Visit what ops, and those that they lead on to, have saved: the ops with numbers from first to before end.  Returns the
    last result of the visitor. */
-int visit_saved(const SavedTensors *self, BackwardOps *ops, uint64_t first, uint64_t end, SavedVisitor visit, void *context);
+int visit_saved(const SavedTensorReader *self, BackwardOps *ops, uint64_t first, uint64_t end, SavedVisitor visit, void *context);
 
 #endif

@@ -56,7 +56,7 @@ typedef struct StorageObserver {
     Observer base;
     StorageTracker *tracker; /* owned */
     struct StorageObserver *before; /* owned; the observer before the op; NULL: this one is */
-    SavedTensors *saved; /* owned; reads what the op has saved for its backward ops; NULL: Python does */
+    SavedTensorReader *saved; /* owned; reads what the op has saved for its backward ops; NULL: Python does */
     int number;          /* of the op */
     Map number_by_thread; /* the reader's clock before the execution under way on a thread, plus 1 */
 } StorageObserver;
@@ -518,11 +518,11 @@ static int observer_init(StorageObserver *self, PyObject *args, PyObject *kwargs
     static char *names[] = {"tracker", "number", "before", "saved", NULL};
     PyObject *tracker, *before = NULL, *saved = NULL;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!i|O!O!", names, &StorageTracker_Type, &tracker, &self->number, Py_TYPE(self),
-                                     &before, &SavedTensors_Type, &saved))
+                                     &before, &SavedTensorReader_Type, &saved))
         return -1;
     Py_XSETREF(self->tracker, (StorageTracker *)Py_NewRef(tracker));
     Py_XSETREF(self->before, (StorageObserver *)Py_XNewRef(before));
-    Py_XSETREF(self->saved, (SavedTensors *)Py_XNewRef(saved));
+    Py_XSETREF(self->saved, (SavedTensorReader *)Py_XNewRef(saved));
     return 0;
 }
 
@@ -560,7 +560,7 @@ static PyTypeObject StorageObserver_Type = {
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE,
     .tp_doc = "StorageObserver(tracker, number, [before, [saved]]): base of observers that follow the storages of an op's values.\n\n"
               "A subclass defines __call__(*values, **options), which native code calls where it cannot follow a value itself.\n"
-              "Without `before` the object is the routine before an op, with it the one after it.  saved: SavedTensors, to follow\n"
+              "Without `before` the object is the routine before an op, with it the one after it.  saved: SavedTensorReader, to follow\n"
               "what the op has saved for its backward ops; without these the object is called where the op has made some.",
     .tp_new = observer_new,
     .tp_init = (initproc)observer_init,

@@ -3,7 +3,7 @@
 #include "interception/table.h"
 #include "pytorch/autograd.h"
 
-struct SavedTensors {
+struct SavedTensorReader {
     PyObject_HEAD
     PyObject *maker, *next, *number;  /* owned; names */
     PyObject *attributes, *is_packed; /* owned; functions */
@@ -33,20 +33,20 @@ static int push_op(BackwardOps *ops, PyObject *op) {
     return 0;
 }
 
-int add_maker(const SavedTensors *self, PyObject *tensor, BackwardOps *ops) {
+int add_maker(const SavedTensorReader *self, PyObject *tensor, BackwardOps *ops) {
     disturb();
     return push_op(ops, PyObject_GetAttr(tensor, self->maker));
 }
 
 /* Whether an op has a number in a range: ops before it belong to other executions.  -1: an exception. */
-static int is_between(const SavedTensors *self, PyObject *op, uint64_t first, uint64_t end) {
+static int is_between(const SavedTensorReader *self, PyObject *op, uint64_t first, uint64_t end) {
     PyObject *answer = PyObject_CallMethodNoArgs(op, self->number);
     uint64_t number = answer ? PyLong_AsUnsignedLongLong(answer) : 0;
     Py_XDECREF(answer);
     return PyErr_Occurred() ? -1 : first <= number && number < end;
 }
 
-static int visit_attributes(const SavedTensors *self, PyObject *op, SavedVisitor visit, void *context) {
+static int visit_attributes(const SavedTensorReader *self, PyObject *op, SavedVisitor visit, void *context) {
     PyObject *names = PyObject_CallOneArg(self->attributes, (PyObject *)Py_TYPE(op));
     int result = names && PyList_Check(names) ? 0 : -1;
     for (Py_ssize_t i = 0; !result && i < PyList_GET_SIZE(names); i++) {
@@ -61,7 +61,7 @@ static int visit_attributes(const SavedTensors *self, PyObject *op, SavedVisitor
     return result;
 }
 
-static int push_next(const SavedTensors *self, BackwardOps *ops, PyObject *op) {
+static int push_next(const SavedTensorReader *self, BackwardOps *ops, PyObject *op) {
     PyObject *next = PyObject_GetAttr(op, self->next);
     int failed = !next || !PyTuple_Check(next);
     for (Py_ssize_t i = 0; !failed && i < PyTuple_GET_SIZE(next); i++) {
@@ -74,14 +74,14 @@ static int push_next(const SavedTensors *self, BackwardOps *ops, PyObject *op) {
 }
 
 /* Whether hooks pack what ops save now: to read it would run them.  -1: an exception. */
-static int is_packed(const SavedTensors *self) {
+static int is_packed(const SavedTensorReader *self) {
     PyObject *answer = PyObject_CallNoArgs(self->is_packed);
     int packed = answer ? PyObject_IsTrue(answer) : -1;
     Py_XDECREF(answer);
     return packed;
 }
 
-int visit_saved(const SavedTensors *self, BackwardOps *ops, uint64_t first, uint64_t end, SavedVisitor visit, void *context) {
+int visit_saved(const SavedTensorReader *self, BackwardOps *ops, uint64_t first, uint64_t end, SavedVisitor visit, void *context) {
     Map visited = {0}; /* op -> the op, owned */
     int packed = first < end ? is_packed(self) : 1, result = packed < 0 ? -1 : 0;
     while (!result && ops->count) {
@@ -111,7 +111,7 @@ static PyObject *saved_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     static char *names[] = {"maker", "next", "number", "attributes", "is_packed", NULL};
     PyObject *maker, *next, *number, *attributes, *packed;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "UUUOO", names, &maker, &next, &number, &attributes, &packed)) return NULL;
-    SavedTensors *self = (SavedTensors *)type->tp_alloc(type, 0);
+    SavedTensorReader *self = (SavedTensorReader *)type->tp_alloc(type, 0);
     if (!self) return NULL;
     self->maker = Py_NewRef(maker);
     self->next = Py_NewRef(next);
@@ -121,13 +121,13 @@ static PyObject *saved_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     return (PyObject *)self;
 }
 
-static int saved_traverse(SavedTensors *self, visitproc visit, void *arg) {
+static int saved_traverse(SavedTensorReader *self, visitproc visit, void *arg) {
     Py_VISIT(self->attributes);
     Py_VISIT(self->is_packed);
     return 0;
 }
 
-static void saved_dealloc(SavedTensors *self) {
+static void saved_dealloc(SavedTensorReader *self) {
     PyObject_GC_UnTrack(self);
     Py_CLEAR(self->maker);
     Py_CLEAR(self->next);
@@ -139,7 +139,7 @@ static void saved_dealloc(SavedTensors *self) {
 
 static int append_value(PyObject *value, void *list) { return PyList_Append(list, value); }
 
-static PyObject *saved_between(SavedTensors *self, PyObject *args) {
+static PyObject *saved_between(SavedTensorReader *self, PyObject *args) {
     PyObject *tensors;
     unsigned long long first, end;
     if (!PyArg_ParseTuple(args, "O!KK", &PyList_Type, &tensors, &first, &end)) return NULL;
@@ -155,7 +155,7 @@ static PyObject *saved_between(SavedTensors *self, PyObject *args) {
     return values;
 }
 
-static PyObject *saved_reduce(SavedTensors *self, PyObject *Py_UNUSED(none)) {
+static PyObject *saved_reduce(SavedTensorReader *self, PyObject *Py_UNUSED(none)) {
     return Py_BuildValue("O(OOOOO)", Py_TYPE(self), self->maker, self->next, self->number, self->attributes, self->is_packed);
 }
 
@@ -166,11 +166,11 @@ static PyMethodDef saved_methods[] = {
      "those with numbers from first to before end.  Empty where hooks pack saved tensors."},
     {0}};
 
-PyTypeObject SavedTensors_Type = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "amanda.interceptor.SavedTensors",
-    .tp_basicsize = sizeof(SavedTensors),
+PyTypeObject SavedTensorReader_Type = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "amanda.interceptor.SavedTensorReader",
+    .tp_basicsize = sizeof(SavedTensorReader),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
-    .tp_doc = "SavedTensors(maker, next, number, attributes, is_packed): reads what backward ops have saved.\n\n"
+    .tp_doc = "SavedTensorReader(maker, next, number, attributes, is_packed): reads what backward ops have saved.\n\n"
               "maker: attribute of a tensor: the op that made it, None for a leaf.\n"
               "next, number: attributes of an op: a tuple of pairs, of a following op or None and more; a method whose result\n"
               "grows with each op that is made on a thread.\n"
@@ -182,4 +182,4 @@ PyTypeObject SavedTensors_Type = {
     .tp_methods = saved_methods,
 };
 
-int saved_boot(PyObject *names) { return add_type(names, "SavedTensors", &SavedTensors_Type); }
+int saved_boot(PyObject *names) { return add_type(names, "SavedTensorReader", &SavedTensorReader_Type); }

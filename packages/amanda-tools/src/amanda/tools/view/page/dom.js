@@ -133,6 +133,16 @@ function digitWidth(font) {
   return digitWidths.get(font);
 }
 
+// Replaces the rows that differ alone: a click is lost if its row is replaced between the press and the release.
+function showRows(parent, rows) {
+  rows.forEach((row, place) => {
+    const present = parent.children[place];
+    if (!present) parent.append(row);
+    else if (!present.isEqualNode(row)) present.replaceWith(row);
+  });
+  while (parent.children.length > rows.length) parent.lastChild.remove();
+}
+
 // Keeps what changes often from being drawn more than once a frame.
 function eachFrame(draw) {
   let due = false;

@@ -115,7 +115,7 @@ class DataTable {
     const last = Math.min(this.rows.length, Math.ceil((scroll.scrollTop + scroll.clientHeight) / LINE) + 10);
     const lines = [];
     for (let place = first; place < last; place += 1) lines.push(this.line(this.rows[place], place, selected));
-    this.body.replaceChildren(...lines);
+    showRows(this.body, lines);
     const current = lines.find((line) => line.classList.contains("selected"));
     if (current) scroll.setAttribute("aria-activedescendant", current.id);
     else scroll.removeAttribute("aria-activedescendant");

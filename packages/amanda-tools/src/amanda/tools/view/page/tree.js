@@ -43,7 +43,7 @@ class Tree {
     const last = Math.min(this.rows.length, Math.ceil((element.scrollTop + element.clientHeight) / ROW) + 8);
     const shown = [];
     for (let row = first; row < last; row += 1) shown.push(this.row(this.rows[row], row));
-    this.space.replaceChildren(...shown);
+    showRows(this.space, shown);
     const current = this.at.get(model.selection);
     if (current === undefined) element.removeAttribute("aria-activedescendant");
     else element.setAttribute("aria-activedescendant", `tree-${model.selection.id}`);
