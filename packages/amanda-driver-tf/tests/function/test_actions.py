@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from typing import Any
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -309,3 +313,96 @@ def test_observers_run_in_the_order_of_their_ops_also_where_they_are_called_apar
         for _ in range(5):
             chain(tf.ones((4, 4)))
     assert calls == [(when, number) for number in range(20) for when in ("before", "after")] * 5
+
+
+def observing(observe):
+    """Return a tool with `observe` after each op, called with the op's type and values."""
+    tool = amanda.Tool()
+
+    def analyse(context) -> None:
+        kind = context.get_op().type
+        context.insert_after_op(amanda.observer(lambda *values: observe(kind, *values)))
+
+    tool.add_inst_for_op(analyse, require_outputs=True)
+    return tool
+
+
+def test_an_op_that_reads_an_observed_tensor_waits_for_the_observers(monkeypatch) -> None:
+    monkeypatch.setattr(FunctionDriver, "observer_bytes", 0)
+    events: list[str] = []
+
+    def observe(kind, *_) -> None:
+        if kind == "Tanh":
+            time.sleep(0.1)
+            events.append("observed")
+
+    def reach(value):
+        events.append("reached")
+        return value
+
+    @tf.function
+    def program(x):
+        return tf.numpy_function(reach, [tf.exp(tf.tanh(x))], tf.float32)
+
+    with amanda.apply(observing(observe)):
+        for _ in range(3):
+            program(tf.ones((4, 4)))
+    assert events == ["observed", "reached"] * 3
+
+
+@pytest.mark.parametrize("called", [False, True])
+def test_no_op_waits_for_observers_of_what_may_wait_for_the_op(monkeypatch, called) -> None:
+    size = 4 * 1000
+    monkeypatch.setattr(FunctionDriver, "observer_bytes", 3 * size)
+    queue = tf.queue.FIFOQueue(1, [tf.float32], [[1000]])
+    seen: list[str] = []
+
+    def program(x):
+        taken = tf.tanh(queue.dequeue())
+        doubled = x + x
+        with tf.control_dependencies([queue.enqueue(tf.exp(doubled))]):
+            return taken + 0.0
+
+    # Without the control dependencies that a tf.function would add between the two ops of the queue.
+    function = tf.compat.v1.wrap_function(program, [tf.TensorSpec([1000], tf.float32)])
+    if called:
+        inner = function
+        function = tf.function(lambda x: inner(x), input_signature=[tf.TensorSpec([1000], tf.float32)])
+    results: list[Any] = []
+
+    def run() -> None:
+        with amanda.apply(observing(lambda kind, *_: seen.append(kind))):
+            results.append(function(tf.ones([1000])).numpy())
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(60)
+    if thread.is_alive():
+        queue.close(cancel_pending_enqueues=True)
+        pytest.fail("an op waits for an observer that waits for the op")
+    np.testing.assert_allclose(results[0], np.tanh(np.exp(np.full(1000, 2.0))), rtol=1e-6)
+    assert seen.index("QueueDequeueV2") < seen.index("Exp")
+
+
+def test_an_op_that_a_dequeue_comes_before_waits_too(monkeypatch) -> None:
+    monkeypatch.setattr(FunctionDriver, "observer_bytes", 0)
+    queue = tf.queue.FIFOQueue(1, [tf.float32], [[4]])
+    events: list[str] = []
+
+    def observe(kind, *_) -> None:
+        if kind == "Tanh":
+            time.sleep(0.1)
+            events.append("observed")
+
+    def reach(value):
+        events.append("reached")
+        return value
+
+    @tf.function
+    def program():
+        return tf.numpy_function(reach, [tf.exp(tf.tanh(queue.dequeue()))], tf.float32)
+
+    with amanda.apply(observing(observe)):
+        queue.enqueue(tf.ones(4))
+        program()
+    assert events == ["observed", "reached"]

@@ -47,6 +47,7 @@ class Body:
     has_gradients_elsewhere: True if gradient operations of these operations may be in other graphs.
     stacked_names: names of operations whose gradients read values off stacks that others read, too.
     loop_depth: number of loops around the body, whose rounds the number contains.
+    is_called: True if an operation calls the body, which may begin before all of its arguments are there.
     has_guessed_forwards: True if the forward operation of some gradient operation was inferred from names.
     gradient_order_of: returns 1 for a gradient operation, 2 for an operation of second gradients, and so on.
     forward_identity: identity of the graph that these are gradients of, if that is another graph.
@@ -69,6 +70,7 @@ class Body:
     has_gradients_elsewhere: bool = False
     stacked_names: Collection[str] = ()
     loop_depth: int = 0
+    is_called: bool = False
     has_guessed_forwards: bool = False
     gradient_order_of: Callable[[tf.Operation], int] = lambda op: 1
     variable_of: Callable[[Any], Any] = lambda tensor: None

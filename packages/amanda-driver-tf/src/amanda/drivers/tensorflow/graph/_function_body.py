@@ -80,6 +80,7 @@ def function_body(
         find_captured=find_captured, node_name=lambda op: node_names.get(op.name, op.name),
         read_value=_ValueReader(graph, read_argument), find_function=lambda name: function_named(name, graph),
         has_gradients_elsewhere=has_gradients_elsewhere, is_backward=is_backward, loop_depth=loop_depth,
+        is_called=caller is not None,
         gradient_order_of=forward_of.order, has_guessed_forwards=bool(forward_of.guessed),
         variable_of=find_variable,
         location_of=Locations(rewriting.layer_index, graph, find_variable, enclosing_layers),

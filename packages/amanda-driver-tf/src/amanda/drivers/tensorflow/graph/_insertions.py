@@ -13,6 +13,7 @@ from ._body import Body, TensorFlowRewriting
 from ._nodes import INT64, control_trigger, new_node, opaque_identity
 from ._sides import dtype_enum, estimated_nbytes
 from ._slots import RESOURCE, LentHandle, PackedObservers, RoutineNode, py_func
+from ._waiting import SafeWaits
 
 if TYPE_CHECKING:
     from ._routines import TracedRoutine
@@ -55,6 +56,8 @@ class Insertions:
     nodes: the inserted nodes.
     inserted_names_by_op: their names, by the name of the operation with which they run.
     ahead, behind: by the name of an operation, nodes that it waits for, and nodes that wait for it.
+    safe_waits: operations that wait for the observers of earlier ones; None in sessions, and where several
+    devices work at the same time.
     saved_tensor_by_ref: by the ref of a value of a routine, its place among saved values.
     forward_names: by the name of a gradient operation, that of its forward operation, if in this body.
     dependencies: control dependencies between the nodes.
@@ -70,6 +73,8 @@ class Insertions:
         self.saved_tensor_by_ref: dict[str, SavedTensor] = {}
         self.forward_names: dict[str, str] = {}
         self.dependencies = ControlDependencies(body, self.nodes)
+        is_safe = body.frames is None and not rewriting.has_several_devices
+        self.safe_waits = SafeWaits(body) if is_safe else None
         self._pack_by_group: dict[Hashable, _ObserverPack] = {}
         self._last_node_by_group: dict[Hashable, str] = {}
 
@@ -131,6 +136,8 @@ class Insertions:
         if pack is None:
             pack = self._pack_by_group[group] = _ObserverPack(self.body.number_ref_at(op, ahead))
         pack.add(observers, refs, tensors, nbytes_by_ref)
+        if self.safe_waits is not None:
+            self.safe_waits.add_op(op)
         # An op of control flow may be dead or in another frame, where the observed tensor is not.
         waits = frames is None or not frames.is_flow(op)
         pack.waits_by_op[name] = pack.waits_by_op.get(name, False) or waits
@@ -186,6 +193,8 @@ class Insertions:
         for name in pack.waits_by_op:
             self.inserted_names_by_op.setdefault(name, []).append(node.name)
         self._last_node_by_group[group] = node.name
+        if self.safe_waits is not None:
+            self.safe_waits.add_node(node.name)
 
     def add_slot_call(
         self, op: tf.Operation, inserted: Any, refs: Sequence[str], input_types: Sequence[int],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -424,6 +424,11 @@ class BodyRewriter(RoutineRewriter):
 
         Calls of edited functions get the number as last input.
         """
+        safe_waits = self.insertions.safe_waits
+        # A replacement may read what later operations read, and so wait for these.
+        observer_nodes_by_op: Mapping[str, Sequence[str]] = {}
+        if safe_waits is not None and not self.replacement_by_name:
+            observer_nodes_by_op = safe_waits.node_names_by_op
         for name, node in self.body.nodes.items():
             if name in self.replacement_by_name:
                 continue
@@ -436,6 +441,7 @@ class BodyRewriter(RoutineRewriter):
                 if text.startswith("^"):
                     awaited_names += self._nodes_behind(text[1:])
             awaited_names += self.insertions.ahead.get(name, [])
+            awaited_names += observer_nodes_by_op.get(name, ())
             inputs = [*refs, *dict.fromkeys(f"^{awaited_name}" for awaited_name in awaited_names)]
             # A session copies only nodes that differ from the user's, so unchanged nodes stay untouched.
             if list(node.input) != inputs:
