@@ -96,18 +96,25 @@ class Hook(_NativeAlone):
         """Run the routines; return the values to use, or None if none changed."""
         raise NotImplementedError
 
+    counts_alone: bool
+    """Whether all routines count executions, whichever these are."""
+
     @property
     def repeats(self) -> bool:
-        """True if all routines count executions, and `count_again` can repeat the last call."""
+        """True if `count_again` does for all routines what a call would do."""
         raise NotImplementedError
 
     @property
     def is_idle(self) -> bool:
-        """True if a call before an op would have no effect, so that a hook that `is_alone` does the same."""
+        """True if a call before an op would have no effect, so that a hook after it may do without."""
         raise NotImplementedError
 
-    def count_again(self) -> None:
-        """Count an execution as the last call did, without its values."""
+    def count_again(self, op: Any) -> None:
+        """Count an execution of an op as the last call did, without its values.
+
+        Args:
+            op: The backward op, after its pass, for routines that tell executions apart.
+        """
         raise NotImplementedError
 
 
@@ -137,7 +144,7 @@ class Program(_NativeAlone):
     """Routines around an op, which native code runs."""
 
     def hook(
-        self, reader: "Reader", resume: Callable[..., Any], actions: Any, is_alone: bool, shapes: Any = None
+        self, reader: "Reader", resume: Callable[..., Any], actions: Any, idle: Hook | None, shapes: Any = None
     ) -> Hook:
         """Return a callable that runs the routines on a tuple of values.
 
@@ -145,7 +152,7 @@ class Program(_NativeAlone):
             reader: Reader of tensors of the framework.
             resume: Continues in Python after a result that native code cannot put in place.
             actions: Actions of the routines, which `resume` receives.
-            is_alone: True for a hook after an op without the hook before it, whose `is_idle` was true.
+            idle: For a hook after an op, the hook before it, whose `is_idle` was true, so that it is left out.
             shapes: Argument `shapes` for routines that take it; None where no routine does.
         """
         raise NotImplementedError
@@ -395,9 +402,9 @@ class Graphs:
             if node_id in mark_by_id
         ]
 
-    def form(self, ops: Iterable[Any]) -> int:
+    def form(self, ops: Iterable[Any]) -> tuple[int, list[Any]]:
         """Return 0: graphs have no form that tells what hooks would count, as there are no hooks here."""
-        return 0
+        return 0, []
 
     def marker(self, trace: Any, writes: bool) -> Any:
         """Raise TypeError: a marker lets a native program leave traces, and there are no programs here.

@@ -334,8 +334,11 @@ static PyObject *graphs_form(Graphs *self, PyObject *ops) {
         failed |= walk.nodes[at].numbering == NO_NUMBER;
         form = node && !failed ? mix(form, node) | 1 : 0;
     }
+    PyObject *nodes = failed ? NULL : PyList_New(0);
+    for (size_t at = 0; nodes && form && at < walk.count; at++)
+        if (PyList_Append(nodes, walk.nodes[at].op)) Py_CLEAR(nodes);
     end_walk(&walk);
-    return failed ? NULL : PyLong_FromUnsignedLongLong(form);
+    return nodes ? Py_BuildValue("KN", (unsigned long long)form, nodes) : NULL;
 }
 
 /* ---- marks left by native code ---- */
@@ -438,8 +441,9 @@ static PyMethodDef graphs_methods[] = {
      "marked(ops): return (op, mark, number) of each op behind these whose execution is known.\n\n"
      "An op without a mark of its own is found by its number and the marks of ops that lead to it; a leaf has number 0."},
     {"form", (PyCFunction)graphs_form, METH_O,
-     "form(ops): return a number that is the same for graphs of the same form behind these ops; 0 if a program's own\n"
-     "function, a routine's op, or a backward op of a backward op is among them.\n\n"
+     "form(ops): return a number that is the same for graphs of the same form behind these ops, and all their ops, in an\n"
+     "order that the form tells; 0 and no op if a program's own function, a routine's op, or a backward op of a backward\n"
+     "op is among them.\n\n"
      "The form is: types of ops, what each leads on to, and their executions by traces, shapes and numbers. Whoever keeps\n"
      "the number keeps the traces and shapes of the marks too, which it knows by identity."},
     {"marker", (PyCFunction)graphs_marker, METH_VARARGS,
