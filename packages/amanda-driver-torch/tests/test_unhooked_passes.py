@@ -1,4 +1,4 @@
-"""Backward passes that repeat an earlier one run without hooks, and a tool that follows gradients sees the same."""
+"""Backward passes that repeat an earlier one run without hooks; tools that follow gradients see the same."""
 
 import gc
 import threading
@@ -149,9 +149,10 @@ def gradient_of_a_leaf_that_the_program_sets(training: Training) -> Any:
 
 
 DISTURBANCES = [
-    quiet, other_input, hook_of_an_output, change_by_a_hook, hook_of_a_leaf, hook_after_accumulation, hook_of_a_node,
-    hook_of_a_leaf_node, gradient_of_the_program, retained_gradient, saved_tensors_that_read_a_gradient,
-    saved_tensors_elsewhere, dispatch_mode, anomaly_mode, frozen, gradient_of_a_leaf_that_the_program_sets,
+    quiet, other_input, hook_of_an_output, change_by_a_hook, hook_of_a_leaf, hook_after_accumulation,
+    hook_of_a_node, hook_of_a_leaf_node, gradient_of_the_program, retained_gradient,
+    saved_tensors_that_read_a_gradient, saved_tensors_elsewhere, dispatch_mode, anomaly_mode, frozen,
+    gradient_of_a_leaf_that_the_program_sets,
 ]  # fmt: skip
 
 
@@ -196,14 +197,14 @@ def unhooked_passes(monkeypatch: pytest.MonkeyPatch, hooked: bool) -> list[Any]:
 
 
 def graph_of(run: Callable[[TraceTool], Any], hooked: bool, tool: TraceTool | None = None) -> tuple[Any, int]:
-    """Return the graph of a program without ids, which count the models of a process, and its unhooked passes."""
+    """Return the graph of a program, and the number of its unhooked passes."""
     tool = tool or TraceTool()
     with pytest.MonkeyPatch.context() as monkeypatch:
         passes = unhooked_passes(monkeypatch, hooked)
         run(tool)
     graph = tool.graph.to_dict()
     for op in graph["ops"]:
-        del op["id"]
+        del op["id"]  # which counts the models of a process
     return graph, len(passes)
 
 
@@ -225,6 +226,7 @@ def test_a_disturbance_is_recorded_as_with_hooks(disturbance: Disturbance, is_re
     def run(tool: TraceTool) -> None:
         training = Training()
         with amanda.apply(tool):
+            training.other_x.exp()
             for turn in range(14):
                 for _ in range(1 + turn % 2):
                     for _ in disturbed(training, disturbance if turn in (6, 7, 10) else quiet):

@@ -144,15 +144,16 @@ class Program(_NativeAlone):
     """Routines around an op, which native code runs."""
 
     def hook(
-        self, reader: "Reader", resume: Callable[..., Any], actions: Any, idle: Hook | None, shapes: Any = None
-    ) -> Hook:
+        self, reader: "Reader", resume: Callable[..., Any], actions: Any, idle: Hook | None,
+        shapes: Any = None,
+    ) -> Hook:  # fmt: skip
         """Return a callable that runs the routines on a tuple of values.
 
         Args:
             reader: Reader of tensors of the framework.
             resume: Continues in Python after a result that native code cannot put in place.
             actions: Actions of the routines, which `resume` receives.
-            idle: For a hook after an op, the hook before it, whose `is_idle` was true, so that it is left out.
+            idle: For a hook after an op, the hook before it, which `is_idle` and is left out; None without.
             shapes: Argument `shapes` for routines that take it; None where no routine does.
         """
         raise NotImplementedError

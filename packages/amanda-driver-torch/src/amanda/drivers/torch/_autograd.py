@@ -246,7 +246,9 @@ class _BackwardPass:
         may_repeat = is_alone and is_whole and self._is_last and not is_transform
         self.has_run_all = False
         # None: it neither repeats the counts of an earlier pass nor is repeated.
-        self._counts = PassCounts.of(stack.passes, makes_gradients) if stack is not None and may_repeat else None
+        self._counts = (
+            PassCounts.of(stack.passes, makes_gradients) if stack is not None and may_repeat else None
+        )
 
     def add_hooks(self, outputs: Sequence[Any]) -> None:
         """Have tools analyse new backward ops behind `outputs`, and hook nodes for routines; a hot path.

@@ -123,8 +123,8 @@ def is_running(backward_pass: Any) -> bool:
 class UnhookedPasses:
     """Passes under way without hooks, though tools follow their gradients.
 
-    Threads share the nodes of leaves, and hooks at a node act in every pass through it: a pass that adds hooks
-    waits until those of other threads have ended.  changed: lock of the passes, notified as one ends.
+    Threads share the nodes of leaves, and hooks at a node act in every pass through it: a pass that adds
+    hooks waits until those of other threads have ended.  changed: lock of the passes, notified as one ends.
     """
 
     def __init__(self) -> None:
@@ -162,8 +162,8 @@ _PASSES_WITHOUT = "passes without"  # key beside the forms, which are numbers
 class PassCounts:
     """Counts of executions in one backward pass, learned for later passes or repeated from an earlier one.
 
-    It serves passes in which all routines only count, or follow gradients that they have recorded before.  A
-    later pass through a graph of the same form counts the same, without hooks: torch's own nodes give each
+    It serves passes in which all routines only count, or follow gradients that they have recorded before.
+    A later pass through a graph of the same form counts the same, without hooks: torch's own nodes give each
     other the gradients that the graph says, whatever the numbers are.
 
     counts_alone: whether the routines of the pass to repeat count, whatever else sees its gradients.
@@ -173,8 +173,8 @@ class PassCounts:
         """Record of an earlier pass, by whose hooks its counts are repeated.
 
         hooks: those of its nodes, by position among all nodes.  identities: traces and shapes, which the
-        record keeps alive, since a form is a hash of their ids.  placing: of the patches where routines follow
-        gradients; None where all routines count.
+        record keeps alive, since a form is a hash of their ids.  placing: number of the patches under which
+        routines have followed gradients; None where all routines count.
         """
 
         hooks: Sequence[tuple[int, Hook]]
@@ -252,7 +252,7 @@ class PassCounts:
         )
 
     def _may_follow(self, marks: Sequence[Mark], hook_count: int) -> bool:
-        """Return True if this pass has shown that nothing saw its gradients, and that all its nodes are known.
+        """Return True if nothing else has seen this pass's gradients, and all its nodes are known.
 
         marks: of the nodes that have any.  hook_count: number of calls of hooks, besides which no op ran.
         """
@@ -273,8 +273,8 @@ class PassCounts:
         """Count as an earlier pass did, or make a record of this one, which has run all nodes.
 
         No record is made if the program has hooks at nodes, or a hook cannot repeat; the oldest record makes
-        room.  node_handles: of the pass's hooks, as `remove_hook_handles` takes them.  marks: of all nodes that
-        have any.
+        room.  node_handles: of the pass's hooks, as `remove_hook_handles` takes them.  marks: of all nodes
+        that have any.
         """
         hooks, self._hooks_to_repeat = self._hooks_to_repeat, None
         form, self._form_to_learn = self._form_to_learn, None
@@ -309,7 +309,7 @@ class PassCounts:
 def _calls_of_ops() -> int:
     """Return the number of calls of ops with routines, and of hooks, in this process so far."""
     statistics = interceptor.statistics()
-    return sum(statistics["python"].values(), statistics["native"])
+    return int(sum(statistics["python"].values(), statistics["native"]))
 
 
 class _FreeingState(threading.local):
