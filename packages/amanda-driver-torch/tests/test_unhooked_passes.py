@@ -4,6 +4,7 @@ import gc
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,6 +30,9 @@ def no_hooks_of_earlier_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_nodes.NodeHooks, "of_program", False)
     monkeypatch.setattr(_nodes.PassCounts, "passes_without", 0)
     gc.collect()  # graphs of earlier scopes may have got hooks
+    leaked = interceptor.Mark.alive()
+    marks = SimpleNamespace(alive=lambda: interceptor.Mark.alive() - leaked)
+    monkeypatch.setattr(_nodes, "Mark", marks)
 
 
 class Training:

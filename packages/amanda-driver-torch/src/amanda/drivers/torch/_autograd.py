@@ -27,7 +27,6 @@ from ._nodes import (
     QuickHooks,
     free_without_recursion,
     is_running,
-    makes_gradients,
     register_hooks_without_handles,
     remove_hook_handles,
 )
@@ -130,7 +129,7 @@ class Autograd(EagerDriver):
             driver = self.driver_of_pass()
             backward_pass = _BackwardPass(
                 driver, activation.state, create_graph, keeps_graph, is_transform,
-                is_whole=accumulates and not inputs, makes_gradients=makes_gradients(caller),
+                is_whole=accumulates and not inputs, caller=caller,
             )  # fmt: skip
             try:
                 uninterrupted(lambda: backward_pass.add_hooks(outputs))
@@ -215,16 +214,16 @@ class _BackwardPass:
     """
 
     under_way: ClassVar[list["_BackwardPass"]] = []
-    _lock: ClassVar[threading.Condition] = PassCounts.unhooked.changed
+    _lock: ClassVar[threading.Lock] = PassCounts.unhooked.lock
 
     def __init__(
         self, driver: Autograd, state: State, create_graph: bool, keeps_graph: bool, is_transform: bool,
-        is_whole: bool, makes_gradients: bool,
+        is_whole: bool, caller: FrameType,
     ) -> None:  # fmt: skip
         """is_transform: whether torch.func runs the pass, which stores no gradient in a leaf.
 
         is_whole: whether the pass runs every node, and not only those on the way to some inputs.
-        makes_gradients: whether torch has made the gradients of the outputs.
+        caller: frame that starts the pass.
         """
         self._driver = driver
         self._is_transform = is_transform
@@ -246,9 +245,7 @@ class _BackwardPass:
         may_repeat = is_alone and is_whole and self._is_last and not is_transform
         self.has_run_all = False
         # None: it neither repeats the counts of an earlier pass nor is repeated.
-        self._counts = (
-            PassCounts.of(stack.passes, makes_gradients) if stack is not None and may_repeat else None
-        )
+        self._counts = PassCounts.of(stack.passes, caller) if stack is not None and may_repeat else None
 
     def add_hooks(self, outputs: Sequence[Any]) -> None:
         """Have tools analyse new backward ops behind `outputs`, and hook nodes for routines; a hot path.
@@ -317,7 +314,7 @@ class _BackwardPass:
             if graph_form == 0:  # an output is a leaf, or some nodes run code of the program or of routines
                 return False
             form = graph_form, *(output.output_nr for output in outputs)
-            return self._counts.look_up(form, nodes) and self._counts.begin_repeat(self)
+            return self._counts.look_up(form, nodes, self)
 
     def _repeat_or_learn_counts(self) -> None:
         """Count as the earlier pass did, or learn what the hooks have counted; a failed pass is reported."""

@@ -3,7 +3,7 @@
 import functools
 import sys
 import threading
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from types import FrameType
 from typing import Any, ClassVar, NamedTuple
 
@@ -12,6 +12,7 @@ from amanda import interceptor
 from amanda.backend import Patches
 from amanda.interceptor import NATIVE, Hook, HookRegistrar, Mark
 
+from ._overrides import WithoutTorchFunction
 from ._requirements import torch_attribute
 from ._saved_tensors import has_hooks
 
@@ -124,11 +125,12 @@ class UnhookedPasses:
     """Passes under way without hooks, though tools follow their gradients.
 
     Threads share the nodes of leaves, and hooks at a node act in every pass through it: a pass that adds
-    hooks waits until those of other threads have ended.  changed: lock of the passes, notified as one ends.
+    hooks waits until those of other threads have ended.  lock: of all passes.
     """
 
     def __init__(self) -> None:
-        self.changed = threading.Condition()
+        self.lock = threading.Lock()
+        self._ended = threading.Condition(self.lock)
         self._passes: list[Any] = []
 
     def add(self, backward_pass: Any) -> None:
@@ -139,7 +141,7 @@ class UnhookedPasses:
         """Remove a pass, if it is here.  The caller holds the lock."""
         if backward_pass in self._passes:
             self._passes.remove(backward_pass)
-            self.changed.notify_all()
+            self._ended.notify_all()
 
     def wait_for_other_threads(self) -> None:
         """Wait until the passes of other threads have ended.  The caller holds the lock."""
@@ -148,7 +150,7 @@ class UnhookedPasses:
             thread = threading.get_ident()
             if not any(entry.thread != thread and is_running(entry) for entry in self._passes):
                 return
-            self.changed.wait(_SECONDS_BETWEEN_LOOKS)
+            self._ended.wait(_SECONDS_BETWEEN_LOOKS)
 
 
 _current_pass = torch_attribute("_C._current_graph_task_id")
@@ -165,19 +167,18 @@ class PassCounts:
     It serves passes in which all routines only count, or follow gradients that they have recorded before.
     A later pass through a graph of the same form counts the same, without hooks: torch's own nodes give each
     other the gradients that the graph says, whatever the numbers are.
-
-    counts_alone: whether the routines of the pass to repeat count, whatever else sees its gradients.
     """
 
     class PassRecord(NamedTuple):
         """Record of an earlier pass, by whose hooks its counts are repeated.
 
-        hooks: those of its nodes, by position among all nodes.  identities: traces and shapes, which the
-        record keeps alive, since a form is a hash of their ids.  placing: number of the patches under which
-        routines have followed gradients; None where all routines count.
+        hooks: those of its nodes.  positions: of these nodes among all.  identities: traces and shapes, which
+        the record keeps alive, since a form is a hash of their ids.  placing: number of the patches under
+        which routines have followed gradients; None where all routines count.
         """
 
-        hooks: Sequence[tuple[int, Hook]]
+        hooks: Sequence[Hook]
+        positions: Sequence[int]
         identities: Sequence[Any]
         placing: int | None
 
@@ -188,58 +189,56 @@ class PassCounts:
     passes_without: ClassVar[int] = 15
     """Number of passes that learn nothing, after one whose hooks do more than count."""
 
-    def __init__(self, record_by_form: dict[Any, Any], makes_gradients: bool) -> None:
-        """record_by_form: the stack's, of earlier passes; this object adds to them."""
-        self._record_by_form, self._makes_gradients = record_by_form, makes_gradients
+    def __init__(self, record_by_form: dict[Any, Any], caller: FrameType) -> None:
+        """record_by_form: the stack's, of earlier passes; this object adds to them.
+
+        caller: frame that starts the pass.
+        """
+        self._record_by_form, self._caller = record_by_form, caller
         self._form_to_learn: Hashable = None  # None if nothing is to be learned
-        self._hooks_to_repeat: Sequence[tuple[int, Hook]] | None = None
-        self._nodes: Sequence[Any] = ()
+        self._record_to_repeat: PassCounts.PassRecord | None = None
+        self._nodes: list[Any] = []
         self._calls_before = 0
-        self.counts_alone = True
 
     @classmethod
-    def of(cls, record_by_form: dict[Any, Any], makes_gradients: bool) -> "PassCounts | None":
+    def of(cls, record_by_form: dict[Any, Any], caller: FrameType) -> "PassCounts | None":
         """Return counts for a pass of a stack; None for some passes after one that could not be repeated."""
         remaining = record_by_form.get(_PASSES_WITHOUT, 0)
         if not remaining:
-            return cls(record_by_form, makes_gradients)
+            return cls(record_by_form, caller)
         # The form of a graph takes a walk through it, in vain for a tool that looks at values.
         record_by_form[_PASSES_WITHOUT] = remaining - 1
         return None
 
-    def look_up(self, form: Hashable, nodes: Sequence[Any]) -> bool:
-        """Return True if a pass of this form has a record, to repeat; else note the form, to learn it.
+    def look_up(self, form: Hashable, nodes: list[Any], backward_pass: Any) -> bool:
+        """Return True if the pass, of this form, repeats a record; else note the form, to learn it.
 
         nodes: all of the graph, in the order of the form.
         """
         self._form_to_learn, self._nodes = form, nodes
         record = self._record_by_form.get(form)
-        if record is None:
-            self._calls_before = _calls_of_ops()
-            return False
-        self.counts_alone = record.placing is None
-        if not self.counts_alone:
-            is_current = record.placing == NodeHooks.placing and self._is_unseen()
-            if not is_current or not all(hook.repeats for _, hook in record.hooks):
-                self._calls_before = _calls_of_ops()
-                return False
-        self._hooks_to_repeat = record.hooks
-        return True
-
-    def begin_repeat(self, backward_pass: Any) -> bool:
-        """Begin to repeat the pass that was looked up; return False if another pass may add hooks now."""
-        if self.counts_alone:
+        if record is not None and (record.placing is None or self._begin_unhooked(record, backward_pass)):
+            self._record_to_repeat = record
             return True
-        with self.unhooked.changed:
-            if backward_pass.under_way:
-                self._hooks_to_repeat = None
-                return False
-            self.unhooked.add(backward_pass)
-        return True
+        self._calls_before = _calls_of_ops()
+        return False
+
+    def _begin_unhooked(self, record: PassRecord, backward_pass: Any) -> bool:
+        """Return True if a pass may repeat a record whose routines follow gradients; add it to `unhooked`."""
+        if record.placing != NodeHooks.placing or not self._is_unseen():
+            return False
+        if not all(hook.repeats for hook in record.hooks):
+            return False
+        with self.unhooked.lock:
+            # Another pass may have begun on another thread since this one has looked.
+            if not backward_pass.under_way:
+                self.unhooked.add(backward_pass)
+                return True
+        return False
 
     def _is_unseen(self) -> bool:
         """Return True if nothing but torch's own nodes sees the gradients of the pass."""
-        if NodeHooks.on_tensors or not self._makes_gradients or torch.is_anomaly_enabled():
+        if NodeHooks.on_tensors or torch.is_anomaly_enabled() or not makes_gradients(self._caller):
             return False
         if _current_pass is None:  # see `UnhookedPasses`
             return False
@@ -263,47 +262,45 @@ class PassCounts:
         probe = _Probe().hook
         for leaf in leaves:
             remove_hook_handles([(leaf, leaf.register_prehook(probe)), (leaf, leaf.register_hook(probe))])
-        return self._is_unseen() and not NodeHooks.of_program
+        with WithoutTorchFunction():
+            return self._is_unseen() and not NodeHooks.of_program
 
     def learn_nothing(self) -> None:
         """Make no record of this pass, which does more than count."""
         self._form_to_learn = None
 
-    def repeat_or_learn(self, node_handles: Sequence[tuple[Any, Any]], marks: Iterable[Mark]) -> None:
+    def repeat_or_learn(self, node_handles: Sequence[tuple[Any, Any]], marks: Sequence[Mark]) -> None:
         """Count as an earlier pass did, or make a record of this one, which has run all nodes.
 
         No record is made if the program has hooks at nodes, or a hook cannot repeat; the oldest record makes
         room.  node_handles: of the pass's hooks, as `remove_hook_handles` takes them.  marks: of all nodes
         that have any.
         """
-        hooks, self._hooks_to_repeat = self._hooks_to_repeat, None
+        record, self._record_to_repeat = self._record_to_repeat, None
         form, self._form_to_learn = self._form_to_learn, None
-        if hooks is not None:
-            for position, hook in hooks:
-                hook.count_again(self._nodes[position])
+        if record is not None:
+            nodes = map(self._nodes.__getitem__, record.positions)
+            for hook, node in zip(record.hooks, nodes, strict=True):
+                hook.count_again(node)
         elif form is not None and not NodeHooks.of_program:
-            marks, new_hooks = list(marks), [handle.hook for _, handle in node_handles]
-            counts_alone = all(hook.counts_alone for hook in new_hooks)
-            if all(hook.repeats for hook in new_hooks) and (
-                counts_alone or self._may_follow(marks, len(new_hooks))
-            ):
+            hooks = [handle.hook for _, handle in node_handles]
+            counts_alone = all(hook.counts_alone for hook in hooks)
+            if all(hook.repeats for hook in hooks) and (counts_alone or self._may_follow(marks, len(hooks))):
                 while len(self._record_by_form) >= self.limit:
                     oldest_form = next(iter(self._record_by_form), None)
                     self._record_by_form.pop(oldest_form, None)
                 identities = [(mark.trace, mark.shapes) for mark in marks]
                 position_by_id = {id(node): position for position, node in enumerate(self._nodes)}
-                positions = (position_by_id[id(node)] for node, _ in node_handles)
-                self._record_by_form[form] = self.PassRecord(
-                    list(zip(positions, new_hooks, strict=True)), identities,
-                    None if counts_alone else NodeHooks.placing,
-                )  # fmt: skip
+                positions = [position_by_id[id(node)] for node, _ in node_handles]
+                placing = None if counts_alone else NodeHooks.placing
+                self._record_by_form[form] = self.PassRecord(hooks, positions, identities, placing)
             else:
                 self._record_by_form[_PASSES_WITHOUT] = self.passes_without
 
     def drop_counts_to_repeat(self) -> bool:
         """Drop the counts that a failed pass was to repeat; return True if there were any."""
-        hooks, self._hooks_to_repeat = self._hooks_to_repeat, None
-        return bool(hooks)
+        record, self._record_to_repeat = self._record_to_repeat, None
+        return record is not None and bool(record.hooks)
 
 
 def _calls_of_ops() -> int:
