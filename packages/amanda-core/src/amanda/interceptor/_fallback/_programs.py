@@ -109,11 +109,13 @@ class Hook(_NativeAlone):
         """True if a call before an op would have no effect, so that a hook after it may do without."""
         raise NotImplementedError
 
-    def count_again(self, op: Any) -> None:
-        """Count an execution of an op as the last call did, without its values.
+    @staticmethod
+    def count_again(hooks: tuple[tuple[int, "Hook"], ...], ops: list[Any]) -> None:
+        """Count an execution at each hook as its last call did, without the values.
 
         Args:
-            op: The backward op, after its pass, for routines that tell executions apart.
+            hooks: Each with the position of its op in `ops`.
+            ops: The ops of a pass that has ended.
         """
         raise NotImplementedError
 

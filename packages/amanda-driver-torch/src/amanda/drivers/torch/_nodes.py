@@ -172,13 +172,12 @@ class PassCounts:
     class PassRecord(NamedTuple):
         """Record of an earlier pass, by whose hooks its counts are repeated.
 
-        hooks: those of its nodes.  positions: of these nodes among all.  identities: traces and shapes, which
-        the record keeps alive, since a form is a hash of their ids.  placing: number of the patches under
-        which routines have followed gradients; None where all routines count.
+        hooks: those of its nodes, with their positions among all.  identities: traces and shapes, which the
+        record keeps alive, since a form is a hash of their ids.  placing: number of the patches under which
+        routines have followed gradients; None where all routines count.
         """
 
-        hooks: Sequence[Hook]
-        positions: Sequence[int]
+        hooks: tuple[tuple[int, Hook], ...]
         identities: Sequence[Any]
         placing: int | None
 
@@ -227,7 +226,7 @@ class PassCounts:
         """Return True if a pass may repeat a record whose routines follow gradients; add it to `unhooked`."""
         if record.placing != NodeHooks.placing or not self._is_unseen():
             return False
-        if not all(hook.repeats for hook in record.hooks):
+        if not all(hook.repeats for _, hook in record.hooks):
             return False
         with self.unhooked.lock:
             # Another pass may have begun on another thread since this one has looked.
@@ -279,9 +278,7 @@ class PassCounts:
         record, self._record_to_repeat = self._record_to_repeat, None
         form, self._form_to_learn = self._form_to_learn, None
         if record is not None:
-            nodes = map(self._nodes.__getitem__, record.positions)
-            for hook, node in zip(record.hooks, nodes, strict=True):
-                hook.count_again(node)
+            Hook.count_again(record.hooks, self._nodes)
         elif form is not None and not NodeHooks.of_program:
             hooks = [handle.hook for _, handle in node_handles]
             counts_alone = all(hook.counts_alone for hook in hooks)
@@ -291,9 +288,11 @@ class PassCounts:
                     self._record_by_form.pop(oldest_form, None)
                 identities = [(mark.trace, mark.shapes) for mark in marks]
                 position_by_id = {id(node): position for position, node in enumerate(self._nodes)}
-                positions = [position_by_id[id(node)] for node, _ in node_handles]
+                positions = (position_by_id[id(node)] for node, _ in node_handles)
                 placing = None if counts_alone else NodeHooks.placing
-                self._record_by_form[form] = self.PassRecord(hooks, positions, identities, placing)
+                self._record_by_form[form] = self.PassRecord(
+                    tuple(zip(positions, hooks, strict=True)), identities, placing
+                )
             else:
                 self._record_by_form[_PASSES_WITHOUT] = self.passes_without
 

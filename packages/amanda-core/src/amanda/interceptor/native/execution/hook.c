@@ -94,18 +94,21 @@ static PyObject *hook_repeats(Hook *self, void *Py_UNUSED(closure)) {
     return PyBool_FromLong(repeats);
 }
 
-static PyObject *hook_count_again(Hook *self, PyObject *op) {
+/* Count an execution of an op as the last call did; -1: an exception. */
+static int count_again(Hook *self, PyObject *op) {
     static const ShapeCode NO_SHAPES;
     Program *program = self->program;
     ShapeCode code = {.count = self->word_count};
-    if (!self->is_repeatable || (program->needs_shape_codes && code.count < 0))
-        return PyErr_Format(PyExc_ValueError, "the hook does not repeat");
+    if (!self->is_repeatable || (program->needs_shape_codes && code.count < 0)) {
+        PyErr_Format(PyExc_ValueError, "the hook does not repeat");
+        return -1;
+    }
     if (code.count > 0) memcpy(code.items, self->words, (size_t)code.count * sizeof *code.items);
     counts.native++;
     for (Py_ssize_t i = 0; i < program->before + program->after; i++) {
         Step *step = &program->steps[i];
         if (!step->tally) {
-            if (step->observer->repeat(step->observer, thread_state(), op)) return NULL;
+            if (step->observer->repeat(step->observer, thread_state(), op)) return -1;
             continue;
         }
         if (tally_count(step->tally, step->takes_shapes ? &code : &NO_SHAPES)) continue;
@@ -116,16 +119,33 @@ static PyObject *hook_count_again(Hook *self, PyObject *op) {
         Py_XDECREF(shapes);
         Py_XDECREF(keywords);
         Py_XDECREF(none);
-        if (!result) return NULL;
+        if (!result) return -1;
         Py_DECREF(result);
+    }
+    return 0;
+}
+
+static PyObject *hook_count_again(PyObject *Py_UNUSED(none), PyObject *args) {
+    PyObject *hooks, *ops;
+    if (!PyArg_ParseTuple(args, "O!O!", &PyTuple_Type, &hooks, &PyList_Type, &ops)) return NULL;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(hooks); i++) {
+        PyObject *hook, *op;
+        Py_ssize_t position;
+        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(hooks, i), "nO!", &position, &Hook_Type, &hook)) return NULL;
+        if (position < 0 || position >= PyList_GET_SIZE(ops))
+            return PyErr_Format(PyExc_IndexError, "there is no op %zd", position);
+        op = Py_NewRef(PyList_GET_ITEM(ops, position));
+        int failed = count_again((Hook *)hook, op);
+        Py_DECREF(op);
+        if (failed) return NULL;
     }
     Py_RETURN_NONE;
 }
 
 static PyMethodDef hook_methods[] = {
-    {"count_again", (PyCFunction)hook_count_again, METH_O,
-     "count_again(op): count an execution of an op as the last call did, without its values.\n\n"
-     "op: the backward op, after its pass, for routines that tell executions apart."},
+    {"count_again", hook_count_again, METH_VARARGS | METH_STATIC,
+     "count_again(hooks, ops): count an execution at each hook as its last call did, without the values.\n\n"
+     "hooks: a tuple of (position, hook); position: of the hook's op in the list `ops`, those of a pass that has ended."},
     {0}};
 
 static PyMemberDef hook_members[] = {
