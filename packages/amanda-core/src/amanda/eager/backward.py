@@ -63,11 +63,11 @@ def _compile_hooks(ops: EagerDriver, trace: Trace, op: Any, place: int) -> Nativ
         """Create the hooks for an execution with these shapes, or for all executions if none are passed."""
         before = after = after_alone = None
         if program_before is not None:
-            before = program_before.hook(reader, continuation, actions.before, False, *shapes)
+            before = program_before.hook(reader, continuation, actions.before, None, *shapes)
         if program_after is not None:
-            after = program_after.hook(reader, continuation, actions.after, False, *shapes)
-        if program_before is not None and program_after is not None:
-            after_alone = program_after.hook(reader, continuation, actions.after, True, *shapes)
+            after = program_after.hook(reader, continuation, actions.after, None, *shapes)
+        if before is not None and program_after is not None:
+            after_alone = program_after.hook(reader, continuation, actions.after, before, *shapes)
         return NativeHooks(before, after, after_alone)
 
     takes_shapes = any(action.takes_shapes for action in actions.all)

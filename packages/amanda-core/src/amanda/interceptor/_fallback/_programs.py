@@ -96,19 +96,27 @@ class Hook(_NativeAlone):
         """Run the routines; return the values to use, or None if none changed."""
         raise NotImplementedError
 
+    counts_alone: bool
+    """Whether all routines count executions, whichever these are."""
+
     @property
     def repeats(self) -> bool:
-        """True if all routines count executions, and `count_again` can repeat the last call."""
+        """True if `count_again` does for all routines what a call would do."""
         raise NotImplementedError
 
     @property
     def is_idle(self) -> bool:
-        """True if a call before an op would have no effect, so that a hook that `is_alone` does the same."""
+        """True if a call before an op would have no effect, so that a hook after it may do without."""
         raise NotImplementedError
 
     @staticmethod
-    def count_again(hooks: "tuple[Hook, ...]") -> None:
-        """Count an execution at each hook as its last call did, without its values."""
+    def count_again(hooks: "tuple[tuple[int, Hook], ...]", ops: list[Any] | None) -> None:
+        """Count an execution at each hook as its last call did, without the values.
+
+        Args:
+            hooks: Each with the position of its op in `ops`.
+            ops: The ops of a pass that has ended; None where each hook `counts_alone`.
+        """
         raise NotImplementedError
 
 
@@ -160,15 +168,16 @@ class Program(_NativeAlone):
     """Routines around an op, which native code runs."""
 
     def hook(
-        self, reader: "Reader", resume: Callable[..., Any], actions: Any, is_alone: bool, shapes: Any = None
-    ) -> Hook:
+        self, reader: "Reader", resume: Callable[..., Any], actions: Any, idle: Hook | None,
+        shapes: Any = None,
+    ) -> Hook:  # fmt: skip
         """Return a callable that runs the routines on a tuple of values.
 
         Args:
             reader: Reader of tensors of the framework.
             resume: Continues in Python after a result that native code cannot put in place.
             actions: Actions of the routines, which `resume` receives.
-            is_alone: True for a hook after an op without the hook before it, whose `is_idle` was true.
+            idle: For a hook after an op, the hook before it, which `is_idle` and is left out; None without.
             shapes: Argument `shapes` for routines that take it; None where no routine does.
         """
         raise NotImplementedError
@@ -422,6 +431,13 @@ class Graphs:
     def form(self, ops: Iterable[Any]) -> int:
         """Return 0: graphs have no form that tells what hooks would count, as there are no hooks here."""
         return 0
+
+    def behind(self, ops: Iterable[Any]) -> list[Any]:
+        """Return these nodes and all behind them, in an order that is the same for graphs of the same form.
+
+        Raises NotImplementedError: graphs have no form here.
+        """
+        raise NotImplementedError
 
     def marker(self, trace: Any, writes: bool) -> Any:
         """Raise TypeError: a marker lets a native program leave traces, and there are no programs here.

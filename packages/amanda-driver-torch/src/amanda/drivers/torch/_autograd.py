@@ -27,6 +27,7 @@ from ._nodes import (
     PassCounts,
     QuickHooks,
     free_without_recursion,
+    is_running,
     register_hooks_without_handles,
     remove_hook_handles,
 )
@@ -106,15 +107,15 @@ class Autograd(EagerDriver):
     def _run_with_hooks(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap torch's run of a backward pass: hook the nodes before the pass, and remove the hooks after."""
 
-        # `remove_abandoned_hooks` finds frames of this function by its name, and reads `backward_pass` there.
-        def run_backward(is_transform: bool, outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        # `is_running` finds frames of this function by its name, and reads `backward_pass` there.
+        def run_backward(caller: FrameType, outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
             """Run a pass with hooks at the nodes that tools instrument; as torch does if there is none.
 
             Reports leaves of compiled graphs, and enables double backward if the pass makes a graph.  Hooks
             of interrupted passes are removed first; plans learn in the end which backward ops are analysed.
             Repeats outside of module calls are counted anew after the pass.
             """
-            activation = interceptor.active()
+            activation, is_transform = interceptor.active(), _is_run_by_transform(caller)
             gradients, keeps_graph, create_graph, inputs, accumulates = _pass_options(*args, **kwargs)
             if create_graph and is_transform and leaves_no_graph(outputs, gradients):
                 create_graph = False
@@ -130,7 +131,7 @@ class Autograd(EagerDriver):
             driver = self.driver_of_pass()
             backward_pass = _BackwardPass(
                 driver, activation.state, create_graph, keeps_graph, is_transform,
-                is_whole=accumulates and not inputs,
+                is_whole=accumulates and not inputs, caller=caller,
             )  # fmt: skip
             try:
                 uninterrupted(lambda: backward_pass.add_hooks(outputs))
@@ -148,11 +149,10 @@ class Autograd(EagerDriver):
         @functools.wraps(original)
         def run_in_scope(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
             """Run a pass in the scope of its caller."""
-            is_transform = _is_run_by_transform(sys._getframe(1))
             # A pass within a pass may run on a thread of the engine, to which no context variable comes.
             caller_activation = activation_of_pass_caller()
             with nullcontext() if caller_activation is None else in_force(caller_activation):
-                return run_backward(is_transform, outputs, *args, **kwargs)
+                return run_backward(sys._getframe(1), outputs, *args, **kwargs)
 
         return run_in_scope
 
@@ -216,15 +216,16 @@ class _BackwardPass:
     """
 
     under_way: ClassVar[list["_BackwardPass"]] = []
-    _lock: ClassVar[threading.Lock] = threading.Lock()
+    _lock: ClassVar[threading.Lock] = PassCounts.unhooked.lock
 
     def __init__(
         self, driver: Autograd, state: State, create_graph: bool, keeps_graph: bool, is_transform: bool,
-        is_whole: bool,
+        is_whole: bool, caller: FrameType,
     ) -> None:  # fmt: skip
         """is_transform: whether torch.func runs the pass, which stores no gradient in a leaf.
 
         is_whole: whether the pass runs every node, and not only those on the way to some inputs.
+        caller: frame that starts the pass.
         """
         self._driver = driver
         self._is_transform = is_transform
@@ -246,7 +247,7 @@ class _BackwardPass:
         may_repeat = is_alone and is_whole and self._is_last and not is_transform
         self.has_run_all = False
         # None: it neither repeats the counts of an earlier pass nor is repeated.
-        self._counts = PassCounts.of(stack.passes) if stack is not None and may_repeat else None
+        self._counts = PassCounts.of(stack.passes, caller) if stack is not None and may_repeat else None
 
     def add_hooks(self, outputs: Sequence[Any]) -> None:
         """Have tools analyse new backward ops behind `outputs`, and hook nodes for routines; a hot path.
@@ -319,7 +320,8 @@ class _BackwardPass:
             graph_form = 0 if None in roots else _marked_graphs.form(roots)
             if graph_form == 0:  # an output is a leaf, or some nodes run code of the program or of routines
                 return False
-            return self._counts.look_up((graph_form, *(output.output_nr for output in outputs)))
+            form = graph_form, *(output.output_nr for output in outputs)
+            return self._counts.look_up(form, lambda: _marked_graphs.behind(roots), self)
 
     def _repeat_or_learn_counts(self) -> None:
         """Count as the earlier pass did, or learn what the hooks have counted; a failed pass is reported."""
@@ -341,6 +343,7 @@ class _BackwardPass:
             marked_nodes = _marked_graphs.marked([_root(output) for output in outputs])
         # Passes on other threads may add their hooks now: which pass hooks a node is decided under the lock.
         with self._lock:
+            PassCounts.unhooked.wait_for_other_threads()
             self._marked_nodes = marked_nodes
             if self.under_way:
                 self._ids_hooked_elsewhere = {id(node) for node, *_ in marked_nodes}.intersection(
@@ -397,6 +400,7 @@ class _BackwardPass:
                     remove_hook_handles([(node, handle)])
                 self._node_handles.pop()  # last, so that an interrupt before it only repeats the step
             self.under_way[:] = other_passes
+            PassCounts.unhooked.remove(self)
 
     def _note_backward_op_run(self, trace: Trace) -> None:
         """Count a backward op of an op as run; after the last drop the inputs and outputs of the op.
@@ -426,19 +430,9 @@ class _BackwardPass:
 
 def remove_abandoned_hooks() -> None:
     """Remove the hooks of passes on this thread that an interrupt ended before they could remove these."""
-    listed_passes = [entry for entry in _BackwardPass.under_way if entry.thread == threading.get_ident()]
-    if not listed_passes:
-        return
-    # An interrupt may have skipped the `finally` of `run_backward`.  A pass runs if a frame of that function,
-    # with the pass in the local `backward_pass`, is on this thread's stack.
-    ids_of_running_passes = set()
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        if frame.f_code.co_name == "run_backward":
-            ids_of_running_passes.add(id(frame.f_locals.get("backward_pass")))
-        frame = frame.f_back
-    for backward_pass in listed_passes:
-        if id(backward_pass) not in ids_of_running_passes:
+    # An interrupt may have skipped the `finally` of `run_backward`.
+    for backward_pass in list(_BackwardPass.under_way):
+        if backward_pass.thread == threading.get_ident() and not is_running(backward_pass):
             uninterrupted(backward_pass.remove_hooks)
 
 

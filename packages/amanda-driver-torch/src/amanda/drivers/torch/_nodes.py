@@ -1,13 +1,22 @@
 """Hooks at autograd's nodes, counts of backward passes, and graphs too deep for torch to free recursively."""
 
+import functools
+import sys
 import threading
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from types import FrameType
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+from amanda import interceptor
 from amanda.backend import Patches
 from amanda.interceptor import NATIVE, Hook, HookRegistrar, Mark
 
+from ._overrides import WithoutTorchFunction
+from ._requirements import torch_attribute
+from ._saved_tensors import has_hooks
+
+AccumulateGrad = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 FREED_AFTER_KEY = "amanda.relief"
 
 
@@ -15,9 +24,13 @@ class NodeHooks:
     """Record of hooks at nodes that are the program's, or a library's, and were put there in a scope.
 
     Such a hook may take a gradient away: the graph alone no longer tells which gradients there are.
+    on_tensors: whether tensors that are no leaves, or saved tensors, may have hooks, which may see gradients.
+    placing: number of the present patches; nobody has seen which hooks were put at nodes before them.
     """
 
     of_program: ClassVar[bool] = False
+    on_tensors: ClassVar[bool] = False
+    placing: ClassVar[int] = 0
 
 
 class QuickHooks:
@@ -53,6 +66,9 @@ def register_hooks_without_handles(patches: Patches) -> None:
         hook_by_key: the node's dict of hooks; None if it has none yet.
         """
         if isinstance(getattr(hook, "__self__", None), QuickHooks):
+            # Torch numbers its handles from 0 upwards; keys of the driver's are no such numbers.
+            if any(type(key) is int and key >= 0 for key in hook_by_key or ()):
+                NodeHooks.of_program = True
             return HookRegistrar.add(hook_by_key, hook)
         # The program's hooks, and those of libraries, get the handle that torch promises.
         NodeHooks.of_program = True
@@ -60,6 +76,89 @@ def register_hooks_without_handles(patches: Patches) -> None:
         return registered
 
     patches.set(torch.autograd.Function, "_register_hook", staticmethod(HookRegistrar(register_hook)))
+    _note_hooks_on_tensors(patches)
+
+
+def _note_hooks_on_tensors(patches: Patches) -> None:
+    """Note in `NodeHooks` that the program puts hooks on tensors, or on what is saved of them."""
+    NodeHooks.placing += 1
+    # A graph of an earlier scope may have got hooks since.
+    NodeHooks.on_tensors = Mark.alive() > 0 or has_hooks()
+
+    def noting(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            NodeHooks.on_tensors = True
+            return function(*args, **kwargs)
+
+        return call
+
+    saved_tensors_hooks = torch.autograd.graph.saved_tensors_hooks
+    for holder, name in ((torch.Tensor, "register_hook"), (saved_tensors_hooks, "__enter__")):
+        patches.set(holder, name, noting(getattr(holder, name)))
+
+
+class _Probe(QuickHooks):
+    """A hook without effect: to register it shows whether a node has hooks of the program."""
+
+    def hook(self, *_: Any) -> None:
+        """Change no gradient."""
+
+
+def makes_gradients(caller: FrameType) -> bool:
+    """Return True if torch has made the gradients with which a pass begins; caller: the frame that starts it.
+
+    Torch hands a gradient by the program on as the same tensor, which the program still has.
+    """
+    is_backward = caller.f_globals.get("__name__") == "torch.autograd" and caller.f_code.co_name == "backward"
+    return is_backward and caller.f_locals.get("grad_tensors", caller) is None
+
+
+def is_running(backward_pass: Any) -> bool:
+    """Return True if a frame of `run_backward` with this pass in a local is on the stack of its thread."""
+    frame = sys._current_frames().get(backward_pass.thread)
+    while frame is not None:
+        if frame.f_code.co_name == "run_backward" and frame.f_locals.get("backward_pass") is backward_pass:
+            return True
+        frame = frame.f_back
+    return False
+
+
+class UnhookedPasses:
+    """Passes under way without hooks, though tools follow their gradients.
+
+    Threads share the nodes of leaves, and hooks at a node act in every pass through it: a pass that adds
+    hooks waits until those of other threads have ended.  lock: of all passes.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self._ended = threading.Condition(self.lock)
+        self._passes: list[Any] = []
+
+    def add(self, backward_pass: Any) -> None:
+        """Add a pass.  The caller holds the lock."""
+        self._passes.append(backward_pass)
+
+    def remove(self, backward_pass: Any) -> None:
+        """Remove a pass, if it is here.  The caller holds the lock."""
+        if backward_pass in self._passes:
+            self._passes.remove(backward_pass)
+            self._ended.notify_all()
+
+    def wait_for_other_threads(self) -> None:
+        """Wait until the passes of other threads have ended.  The caller holds the lock."""
+        # A pass within a pass may be on another thread than the outer one, which waits for it.
+        while self._passes and _current_pass() == _NO_PASS:
+            thread = threading.get_ident()
+            if not any(entry.thread != thread and is_running(entry) for entry in self._passes):
+                return
+            self._ended.wait(_SECONDS_BETWEEN_LOOKS)
+
+
+_current_pass = torch_attribute("_C._current_graph_task_id")
+_NO_PASS = -1
+_SECONDS_BETWEEN_LOOKS = 0.1  # an interrupt may end a pass without a notice
 
 
 _PASSES_WITHOUT = "passes without"  # key beside the forms, which are numbers
@@ -68,78 +167,150 @@ _PASSES_WITHOUT = "passes without"  # key beside the forms, which are numbers
 class PassCounts:
     """Counts of executions in one backward pass, learned for later passes or repeated from an earlier one.
 
-    It serves passes in which all routines only count.  A later pass through a graph of the same form counts
-    the same, without hooks: torch's own nodes give each other the gradients that the graph says, whatever the
-    numbers are.
+    It serves passes in which all routines only count, or follow gradients that they have recorded before.
+    A later pass through a graph of the same form counts the same, without hooks: torch's own nodes give each
+    other the gradients that the graph says, whatever the numbers are.
     """
 
     class PassRecord(NamedTuple):
         """Record of an earlier pass, by whose hooks its counts are repeated.
 
-        hooks: those of its nodes.  identities: traces and shapes, which the record keeps alive, since a form
-        is a hash of their ids.
+        hooks: those of its nodes, with their positions among all.  identities: traces and shapes, which the
+        record keeps alive, since a form is a hash of their ids.  placing: number of the patches under which
+        routines have followed gradients; None where all routines count.
         """
 
-        hooks: tuple[Hook, ...]
+        hooks: tuple[tuple[int, Hook], ...]
         identities: Sequence[Any]
+        placing: int | None
 
     limit: ClassVar[int] = 16
     """Most forms that are remembered for one stack of tools."""
+    unhooked: ClassVar[UnhookedPasses] = UnhookedPasses()
+    """Passes that repeat an earlier one whose routines did not count alone."""
     passes_without: ClassVar[int] = 15
     """Number of passes that learn nothing, after one whose hooks do more than count."""
 
-    def __init__(self, record_by_form: dict[Any, Any]) -> None:
-        """record_by_form: the stack's, of earlier passes; this object adds to them."""
-        self._record_by_form = record_by_form
+    def __init__(self, record_by_form: dict[Any, Any], caller: FrameType) -> None:
+        """record_by_form: the stack's, of earlier passes; this object adds to them.
+
+        caller: frame that starts the pass.
+        """
+        self._record_by_form, self._caller = record_by_form, caller
         self._form_to_learn: Hashable = None  # None if nothing is to be learned
-        self._hooks_to_repeat: tuple[Hook, ...] | None = None
+        self._record_to_repeat: PassCounts.PassRecord | None = None
+        self._nodes: list[Any] = []
+        self._calls_before = 0
 
     @classmethod
-    def of(cls, record_by_form: dict[Any, Any]) -> "PassCounts | None":
+    def of(cls, record_by_form: dict[Any, Any], caller: FrameType) -> "PassCounts | None":
         """Return counts for a pass of a stack; None for some passes after one that could not be repeated."""
         remaining = record_by_form.get(_PASSES_WITHOUT, 0)
         if not remaining:
-            return cls(record_by_form)
+            return cls(record_by_form, caller)
         # The form of a graph takes a walk through it, in vain for a tool that looks at values.
         record_by_form[_PASSES_WITHOUT] = remaining - 1
         return None
 
-    def look_up(self, form: Hashable) -> bool:
-        """Return True if a pass of this form has a record, to repeat; else note the form, to learn it."""
+    def look_up(self, form: Hashable, list_nodes: Callable[[], list[Any]], backward_pass: Any) -> bool:
+        """Return True if the pass, of this form, repeats a record; else note the form, to learn it.
+
+        list_nodes: returns all of the graph, in the order of the form.
+        """
         self._form_to_learn = form
         record = self._record_by_form.get(form)
-        self._hooks_to_repeat = None if record is None else record.hooks
-        return record is not None
+        if record is None or record.placing is not None:  # counts need no nodes
+            self._nodes = list_nodes()
+        if record is not None and (record.placing is None or self._begin_unhooked(record, backward_pass)):
+            self._record_to_repeat = record
+            return True
+        self._calls_before = _calls_of_ops()
+        return False
+
+    def _begin_unhooked(self, record: PassRecord, backward_pass: Any) -> bool:
+        """Return True if a pass may repeat a record whose routines follow gradients; add it to `unhooked`."""
+        if record.placing != NodeHooks.placing or not self._is_unseen():
+            return False
+        if not all(hook.repeats for _, hook in record.hooks):
+            return False
+        with self.unhooked.lock:
+            # Another pass may have begun on another thread since this one has looked.
+            if not backward_pass.under_way:
+                self.unhooked.add(backward_pass)
+                return True
+        return False
+
+    def _is_unseen(self) -> bool:
+        """Return True if nothing but torch's own nodes sees the gradients of the pass."""
+        if NodeHooks.on_tensors or torch.is_anomaly_enabled() or not makes_gradients(self._caller):
+            return False
+        if _current_pass is None:  # see `UnhookedPasses`
+            return False
+        # Data-parallel training takes gradients from leaves, and may put others in their place.
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            return False
+        variables = (node.variable for node in self._nodes if type(node) is AccumulateGrad)
+        return not any(
+            variable._backward_hooks or variable._post_accumulate_grad_hooks for variable in variables
+        )
+
+    def _may_follow(self, marks: Sequence[Mark], hook_count: int) -> bool:
+        """Return True if nothing else has seen this pass's gradients, and all its nodes are known.
+
+        marks: of the nodes that have any.  hook_count: number of calls of hooks, besides which no op ran.
+        """
+        leaves = [node for node in self._nodes if type(node) is AccumulateGrad]
+        if len(marks) != len(self._nodes) or _calls_of_ops() - self._calls_before != hook_count:
+            return False
+        # The node of a leaf may be older than the scope.
+        probe = _Probe().hook
+        for leaf in leaves:
+            remove_hook_handles([(leaf, leaf.register_prehook(probe)), (leaf, leaf.register_hook(probe))])
+        with WithoutTorchFunction():
+            return self._is_unseen() and not NodeHooks.of_program
 
     def learn_nothing(self) -> None:
         """Make no record of this pass, which does more than count."""
         self._form_to_learn = None
 
-    def repeat_or_learn(self, node_handles: Sequence[tuple[Any, Any]], marks: Iterable[Mark]) -> None:
+    def repeat_or_learn(self, node_handles: Sequence[tuple[Any, Any]], marks: Sequence[Mark]) -> None:
         """Count as an earlier pass did, or make a record of this one, which has run all nodes.
 
         No record is made if the program has hooks at nodes, or a hook cannot repeat; the oldest record makes
-        room.  node_handles: of the pass's hooks, as `remove_hook_handles` takes them.  marks: of all nodes.
+        room.  node_handles: of the pass's hooks, as `remove_hook_handles` takes them.  marks: of all nodes
+        that have any.
         """
-        hooks, self._hooks_to_repeat = self._hooks_to_repeat, None
+        record, self._record_to_repeat = self._record_to_repeat, None
         form, self._form_to_learn = self._form_to_learn, None
-        if hooks is not None:
-            Hook.count_again(hooks)
+        if record is not None:
+            Hook.count_again(record.hooks, self._nodes)
         elif form is not None and not NodeHooks.of_program:
-            hooks = tuple(handle.hook for _, handle in node_handles)
-            if all(hook.repeats for hook in hooks):
+            hooks = [handle.hook for _, handle in node_handles]
+            counts_alone = all(hook.counts_alone for hook in hooks)
+            if all(hook.repeats for hook in hooks) and (counts_alone or self._may_follow(marks, len(hooks))):
                 while len(self._record_by_form) >= self.limit:
                     oldest_form = next(iter(self._record_by_form), None)
                     self._record_by_form.pop(oldest_form, None)
                 identities = [(mark.trace, mark.shapes) for mark in marks]
-                self._record_by_form[form] = self.PassRecord(hooks, identities)
+                position_by_id = {id(node): position for position, node in enumerate(self._nodes)}
+                positions = (position_by_id[id(node)] for node, _ in node_handles)
+                placing = None if counts_alone else NodeHooks.placing
+                self._record_by_form[form] = self.PassRecord(
+                    tuple(zip(positions, hooks, strict=True)), identities, placing
+                )
             else:
                 self._record_by_form[_PASSES_WITHOUT] = self.passes_without
 
     def drop_counts_to_repeat(self) -> bool:
         """Drop the counts that a failed pass was to repeat; return True if there were any."""
-        hooks, self._hooks_to_repeat = self._hooks_to_repeat, None
-        return bool(hooks)
+        record, self._record_to_repeat = self._record_to_repeat, None
+        return record is not None and bool(record.hooks)
+
+
+def _calls_of_ops() -> int:
+    """Return the number of calls of ops with routines, and of hooks, in this process so far."""
+    statistics = interceptor.statistics()
+    return int(sum(statistics["python"].values(), statistics["native"]))
 
 
 class _FreeingState(threading.local):

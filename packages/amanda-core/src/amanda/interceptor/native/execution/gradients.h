@@ -18,6 +18,8 @@ typedef struct {
 } BackwardOp;
 
 int find_backward_op(SentGradients *self, Thread *thread, BackwardOp *found); /* -1: an exception */
+/* The same for an op of a pass that has ended; `pass` is not set.  -1: an exception. */
+int read_backward_op(SentGradients *self, Thread *thread, PyObject *op, BackwardOp *found);
 void drop_gradients(SentGradients *self, const BackwardOp *op, Py_ssize_t count); /* the first ones that were sent to the op */
 /* Send the indices of gradients on, None for one that is not recorded.  Returns the gradient of a leaf, new; None. */
 PyObject *send_gradients(SentGradients *self, Thread *thread, const BackwardOp *op, PyObject *indices);

@@ -11,8 +11,9 @@ typedef struct {
     PyObject *resume;  /* owned; called if Python continues */
     PyObject *actions; /* owned; first argument of `resume` */
     PyObject *shapes;  /* owned; of the op; None: no routine takes any */
-    int is_alone;      /* whether the hook before the op, which was idle, was left out */
-    int counts_alone;  /* whether each routine is a tally */
+    PyObject *idle;    /* owned; the hook before the op, which was idle, and is left out; NULL: none is */
+    char counts_alone; /* whether each routine is a tally, and no hook is left out */
+    char is_repeatable; /* whether each routine is a tally, or an observer that may repeat executions */
     int word_count;    /* of `words`; -1: the last call was not counted by words */
     int64_t *words;    /* owned; shapes of the last call */
 } Hook;
@@ -54,9 +55,9 @@ static PyObject *call_hook(PyObject *self, PyObject *const *args, size_t flags, 
     Shapes shapes;
     if (read_shapes(hook, args, PyVectorcall_NARGS(flags), &shapes)) return NULL;
     PyObject *entered = PyVectorcall_NARGS(flags) > 1 && PyTuple_Check(args[1]) ? args[1] : NULL;
-    PyObject *resumption = run_on_values(hook->program, hook->reader, args[0], entered, hook->is_alone, &shapes);
+    PyObject *resumption = run_on_values(hook->program, hook->reader, args[0], entered, hook->idle != NULL, &shapes);
     PyObject *values = resumption;
-    if (hook->counts_alone && hook->program->needs_shape_codes && resumption == Py_None) keep_words(hook, &shapes.code);
+    if (hook->is_repeatable && hook->program->needs_shape_codes && resumption == Py_None) keep_words(hook, &shapes.code);
     if (resumption && resumption != Py_None) {
         int shaped = hook->program->needs_shapes || hook->program->needs_shape_codes;
         PyObject *objects = shaped ? shapes_as_objects(&shapes) : NULL;
@@ -69,32 +70,47 @@ static PyObject *call_hook(PyObject *self, PyObject *const *args, size_t flags, 
     return values;
 }
 
-static PyObject *hook_repeats(Hook *self, void *Py_UNUSED(closure)) {
-    return PyBool_FromLong(self->counts_alone && !self->is_alone && (!self->program->needs_shape_codes || self->word_count >= 0));
-}
-
-static PyObject *hook_is_idle(Hook *self, void *Py_UNUSED(closure)) {
+static int is_idle(const Hook *self) {
     const Program *program = self->program;
     int idle = !python_mode_active(self->reader); /* in which Python calls the routines */
     for (Py_ssize_t i = 0; idle && i < program->before + program->after; i++) {
         const Observer *observer = program->steps[i].observer;
         idle = observer && observer->is_idle && observer->is_idle(observer);
     }
-    return PyBool_FromLong(idle);
+    return idle;
 }
 
-static int count_again(Hook *self) { /* -1: an exception */
+static PyObject *hook_is_idle(Hook *self, void *Py_UNUSED(closure)) { return PyBool_FromLong(is_idle(self)); }
+
+static PyObject *hook_repeats(Hook *self, void *Py_UNUSED(closure)) {
+    const Program *program = self->program;
+    int repeats = self->is_repeatable && (!program->needs_shape_codes || self->word_count >= 0);
+    if (repeats && !self->counts_alone) repeats = !python_mode_active(self->reader); /* a mode sees gradients */
+    if (repeats && self->idle) repeats = is_idle((const Hook *)self->idle);
+    for (Py_ssize_t i = 0; repeats && i < program->before + program->after; i++) {
+        const Observer *observer = program->steps[i].tally ? NULL : program->steps[i].observer;
+        repeats = !observer || observer->may_repeat(observer);
+    }
+    return PyBool_FromLong(repeats);
+}
+
+/* Count an execution of an op as the last call did; -1: an exception.  op: NULL if each routine is a tally. */
+static int count_again(Hook *self, PyObject *op) {
     static const ShapeCode NO_SHAPES;
     Program *program = self->program;
     ShapeCode code = {.count = self->word_count};
-    if (!self->counts_alone || (program->needs_shape_codes && code.count < 0)) {
-        PyErr_SetString(PyExc_ValueError, "the hook does not repeat");
+    if (!self->is_repeatable || (program->needs_shape_codes && code.count < 0)) {
+        PyErr_Format(PyExc_ValueError, "the hook does not repeat");
         return -1;
     }
     if (code.count > 0) memcpy(code.items, self->words, (size_t)code.count * sizeof *code.items);
     counts.native++;
     for (Py_ssize_t i = 0; i < program->before + program->after; i++) {
         Step *step = &program->steps[i];
+        if (!step->tally) {
+            if (step->observer->repeat(step->observer, thread_state(), op)) return -1;
+            continue;
+        }
         if (tally_count(step->tally, step->takes_shapes ? &code : &NO_SHAPES)) continue;
         PyObject *shapes = step->takes_shapes ? decode_shapes(&code) : NULL;
         PyObject *keywords = PyDict_New(), *none = PyTuple_New(0), *result = NULL;
@@ -109,33 +125,50 @@ static int count_again(Hook *self) { /* -1: an exception */
     return 0;
 }
 
-static PyObject *hook_count_again(PyObject *Py_UNUSED(none), PyObject *hooks) {
-    if (!PyTuple_Check(hooks)) return PyErr_Format(PyExc_TypeError, "a tuple of hooks is wanted, not %R", hooks);
+static PyObject *hook_count_again(PyObject *Py_UNUSED(none), PyObject *args) {
+    PyObject *hooks, *ops;
+    if (!PyArg_ParseTuple(args, "O!O", &PyTuple_Type, &hooks, &ops)) return NULL;
+    if (ops != Py_None && !PyList_Check(ops)) return PyErr_Format(PyExc_TypeError, "ops: a list or None, not %R", ops);
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(hooks); i++) {
-        PyObject *hook = PyTuple_GET_ITEM(hooks, i);
-        if (!Py_IS_TYPE(hook, &Hook_Type)) return PyErr_Format(PyExc_TypeError, "a Hook is wanted, not %R", hook);
-        if (count_again((Hook *)hook)) return NULL;
+        PyObject *hook, *op = NULL;
+        Py_ssize_t position;
+        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(hooks, i), "nO!", &position, &Hook_Type, &hook)) return NULL;
+        if (!((Hook *)hook)->counts_alone) {
+            if (ops == Py_None || position < 0 || position >= PyList_GET_SIZE(ops))
+                return PyErr_Format(PyExc_IndexError, "there is no op %zd", position);
+            op = Py_NewRef(PyList_GET_ITEM(ops, position));
+        }
+        int failed = count_again((Hook *)hook, op);
+        Py_XDECREF(op);
+        if (failed) return NULL;
     }
     Py_RETURN_NONE;
 }
 
 static PyMethodDef hook_methods[] = {
-    {"count_again", hook_count_again, METH_O | METH_STATIC,
-     "count_again(hooks): count an execution at each hook of a tuple as its last call did, without its values."},
+    {"count_again", hook_count_again, METH_VARARGS | METH_STATIC,
+     "count_again(hooks, ops): count an execution at each hook as its last call did, without the values.\n\n"
+     "hooks: a tuple of (position, hook); position: of the hook's op in the list `ops`, those of a pass that has ended;\n"
+     "ops: None where each hook `counts_alone`."},
+    {0}};
+
+static PyMemberDef hook_members[] = {
+    {"counts_alone", T_BOOL, offsetof(Hook, counts_alone), READONLY, "Whether all routines count executions, whichever these are."},
     {0}};
 
 static PyGetSetDef hook_properties[] = {
-    {"repeats", (getter)hook_repeats, NULL, "True if all routines count executions, and `count_again` can repeat the last call.", NULL},
+    {"repeats", (getter)hook_repeats, NULL, "True if `count_again` does for all routines what a call would do.", NULL},
     {"is_idle", (getter)hook_is_idle, NULL,
-     "True if a call before an op would have no effect, so that a hook that `is_alone` after the op does the same.", NULL},
+     "True if a call before an op would have no effect, so that a hook after it may do without.", NULL},
     {0}};
 
 PyObject *program_hook(Program *self, PyObject *args) {
     Reader *reader;
-    PyObject *resume, *actions, *shapes = Py_None;
-    int is_alone;
-    if (!PyArg_ParseTuple(args, "O!OOp|O!", &Reader_Type, &reader, &resume, &actions, &is_alone, &PyTuple_Type, &shapes))
+    PyObject *resume, *actions, *idle, *shapes = Py_None;
+    if (!PyArg_ParseTuple(args, "O!OOO|O!", &Reader_Type, &reader, &resume, &actions, &idle, &PyTuple_Type, &shapes))
         return NULL;
+    if (idle != Py_None && !Py_IS_TYPE(idle, &Hook_Type))
+        return PyErr_Format(PyExc_TypeError, "idle: a Hook or None, not %R", idle);
     if ((self->needs_shapes || self->needs_shape_codes) && shapes == Py_None)
         return PyErr_Format(PyExc_TypeError, "routines take shapes: pass those of the op");
     Hook *hook = PyObject_GC_New(Hook, &Hook_Type);
@@ -146,9 +179,14 @@ PyObject *program_hook(Program *self, PyObject *args) {
     hook->resume = Py_NewRef(resume);
     hook->actions = Py_NewRef(actions);
     hook->shapes = Py_NewRef(shapes);
-    hook->is_alone = is_alone;
-    hook->counts_alone = 1;
-    for (Py_ssize_t i = 0; i < Py_SIZE(self); i++) hook->counts_alone &= self->steps[i].tally != NULL;
+    hook->idle = idle == Py_None ? NULL : Py_NewRef(idle);
+    hook->counts_alone = !hook->idle;
+    hook->is_repeatable = 1;
+    for (Py_ssize_t i = 0; i < Py_SIZE(self); i++) {
+        const Step *step = &self->steps[i];
+        hook->counts_alone &= step->tally != NULL;
+        hook->is_repeatable &= step->tally || (step->observer && step->observer->repeat);
+    }
     hook->word_count = -1;
     hook->words = NULL;
     PyObject_GC_Track(hook);
@@ -161,6 +199,7 @@ static int hook_traverse(Hook *self, visitproc visit, void *arg) {
     Py_VISIT(self->resume);
     Py_VISIT(self->actions);
     Py_VISIT(self->shapes);
+    Py_VISIT(self->idle);
     return 0;
 }
 
@@ -171,6 +210,7 @@ static void hook_dealloc(Hook *self) {
     Py_CLEAR(self->resume);
     Py_CLEAR(self->actions);
     Py_CLEAR(self->shapes);
+    Py_CLEAR(self->idle);
     PyMem_Free(self->words);
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
@@ -185,5 +225,6 @@ PyTypeObject Hook_Type = {
     .tp_dealloc = (destructor)hook_dealloc,
     .tp_traverse = (traverseproc)hook_traverse,
     .tp_methods = hook_methods,
+    .tp_members = hook_members,
     .tp_getset = hook_properties,
 };

@@ -21,6 +21,10 @@ typedef struct Observer {
     int (*hand_over)(struct Observer *self, Thread *thread, const Reader *reader, const OpInputs *op_inputs);
     /* Whether a call of `observe` before an op has no effect, also on what runs after the op. NULL: each has some. */
     int (*is_idle)(const struct Observer *self);
+    /* Count an execution of a backward op as `observe` after the op does, without a call by the op; -1: an exception.
+       NULL: there is no such way.  may_repeat: whether that would record all that `observe` does. */
+    int (*repeat)(struct Observer *self, Thread *thread, PyObject *op);
+    int (*may_repeat)(const struct Observer *self);
     enum { ALL_VALUES, SELECTED_VALUES, NO_VALUES } reads; /* ALL: it serves no routine that selects some */
 } Observer;
 

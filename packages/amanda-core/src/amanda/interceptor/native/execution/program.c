@@ -183,9 +183,9 @@ static void program_dealloc(Program *self) {
 
 static PyMethodDef program_methods[] = {
     {"hook", (PyCFunction)program_hook, METH_VARARGS,
-     "hook(reader, resume, actions, is_alone, shapes=None): return a callable that runs the routines on a tuple of values.\n\n"
+     "hook(reader, resume, actions, idle, shapes=None): return a callable that runs the routines on a tuple of values.\n\n"
      "It returns None if the routines leave the values as they are, else the result of resume(actions, values, resumption),\n"
-     "with which Python continues.  is_alone: True for a hook after an op without the hook before it.  shapes: of the op;\n"
+     "with which Python continues.  idle: for a hook after an op, the hook before it, which `is_idle` and is left out; None.  shapes: of the op;\n"
      "the shapes of the call's arguments are added, for routines that take shapes, and for resume, as its last argument."},
     {0}};
 

@@ -312,13 +312,18 @@ static Observation observe_before_backward(Observer *observer, Thread *thread, c
     return OBSERVER_FAILED;
 }
 
-/* Whether every execution of the op is one more of a recorded one: the observer after the op then knows as much. */
-static int is_idle_repeat(const Observer *observer) {
+/* Whether every execution of a backward op is one more of a recorded one. */
+static int repeats_always(const Observer *observer) {
     const Records *self = ((const RepeatObserver *)observer)->records;
-    if (observer->observe != observe_before_backward || !has_all_records(self)) return 0;
+    if (!has_all_records(self)) return 0;
     Py_ssize_t forward_count = 0;
     for (int i = 0; i < self->count; i++) forward_count += self->records[i]->forward >= 0; /* each of another execution */
     return self->accepts_any || (self->forward && forward_count && forward_count >= PyList_GET_SIZE(self->forward->ops));
+}
+
+/* The observer after the op then knows as much as that before it. */
+static int is_idle_repeat(const Observer *observer) {
+    return observer->observe == observe_before_backward && repeats_always(observer);
 }
 
 /* Begin an execution with the gradients that entered the op, by which Python makes up for the observer before the op.
@@ -388,6 +393,28 @@ static Observation observe_after_backward(Observer *observer, Thread *thread, co
     return observation;
 }
 
+/* A pass that has ended has sent on all of its gradients, of which the program has those of leaves alone. */
+static int repeat_ended(Observer *observer, Thread *thread, PyObject *op) {
+    Records *self = ((RepeatObserver *)observer)->records;
+    SentGradients *gradients = ((RepeatObserver *)observer)->gradients;
+    BackwardOp backward_op;
+    if (read_backward_op(gradients, thread, op, &backward_op)) return -1;
+    Record *record = (Record *)Py_XNewRef(backward_record(self, forward_of(self, &backward_op)));
+    int failed = 0;
+    if (!record) {
+        PyErr_Format(PyExc_ValueError, "an execution repeats no recorded one");
+        failed = -1;
+    } else if (backward_op.is_leaf)
+        failed = repeat_backward(self, gradients, thread, &backward_op, record, &(Leaves){NULL, 0, 0});
+    else {
+        record->calls++;
+        self->live->counted++;
+    }
+    Py_XDECREF(record);
+    Py_DECREF(backward_op.op);
+    return failed;
+}
+
 /* ---- for Python ---- */
 
 static PyObject *repeat_new(PyTypeObject *type, PyObject *Py_UNUSED(args), PyObject *Py_UNUSED(kwargs)) {
@@ -412,6 +439,8 @@ static int repeat_init(RepeatObserver *self, PyObject *args, PyObject *kwargs) {
     if (self->gradients) {
         self->base.observe = after ? observe_after_backward : observe_before_backward;
         self->base.hand_over = after ? hand_over_repeat : NULL;
+        self->base.repeat = after ? repeat_ended : NULL;
+        self->base.may_repeat = after ? repeats_always : NULL;
     }
     else self->base.observe = after ? observe_after : observe_before;
     return 0;

@@ -443,6 +443,15 @@ static PyObject *graphs_form(Graphs *self, PyObject *ops) {
     return failed ? NULL : PyLong_FromUnsignedLongLong(form);
 }
 
+static PyObject *graphs_behind(Graphs *self, PyObject *ops) {
+    GraphWalk walk = {.graphs = self};
+    PyObject *behind = walk_graph(&walk, ops) ? NULL : PyList_New(0);
+    for (size_t at = 0; behind && at < walk.count; at++)
+        if (PyList_Append(behind, walk.nodes[at].op)) Py_CLEAR(behind);
+    end_walk(&walk);
+    return behind;
+}
+
 /* ---- marks left by native code ---- */
 
 typedef struct {
@@ -554,6 +563,8 @@ static PyMethodDef graphs_methods[] = {
      "function, a routine's op, or a backward op of a backward op is among them.\n\n"
      "The form is: types of ops, what each leads on to, and their executions by traces, shapes and numbers. Whoever keeps\n"
      "the number keeps the traces and shapes of the marks too, which it knows by identity."},
+    {"behind", (PyCFunction)graphs_behind, METH_O,
+     "behind(ops): return these ops and all behind them, in an order that is the same for graphs of the same form."},
     {"marker", (PyCFunction)graphs_marker, METH_VARARGS,
      "marker(trace, writes): return a marker for a program, whose executions leave this trace.\n\n"
      "writes: whether the op writes its first input, whose base has a new node then."},

@@ -132,6 +132,17 @@ int find_backward_op(SentGradients *self, Thread *thread, BackwardOp *found) {
     return failed;
 }
 
+int read_backward_op(SentGradients *self, Thread *thread, PyObject *op, BackwardOp *found) {
+    *found = (BackwardOp){0};
+    thread->suspensions++;
+    int failed = read_op(self, op, &found->is_leaf, &found->number, &found->key);
+    thread->suspensions--;
+    if (failed) return -1;
+    found->op = Py_NewRef(op);
+    found->has_number = !found->is_leaf;
+    return 0;
+}
+
 void drop_gradients(SentGradients *self, const BackwardOp *op, Py_ssize_t count) {
     Pass *pass = op->op ? pass_of(self, op->pass) : NULL;
     for (Py_ssize_t i = 0; pass && i < count; i++)
