@@ -3,6 +3,7 @@
 import threading
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from leaves import leaf
 from torch import Tensor
 
 import amanda
+from amanda.tools.flops import FlopsTool
 
 
 class Watched(amanda.Tool):
@@ -412,3 +414,17 @@ def test_a_transform_on_a_thread_of_autograd_does_not_differentiate_gradients(
             leaf(1).sin().sum().backward()
         Starting.run(depth, transform)
     assert "the first differentiation of gradients" not in [entry.what for entry in scope.report]
+
+
+@pytest.mark.parametrize("has_leaf", [False, True], ids=["a result", "a leaf"])
+def test_a_backward_op_that_is_new_in_an_inner_scope_is_analysed_by_tools_of_both(has_leaf: bool) -> None:
+    x, weight = torch.rand(2, 4, requires_grad=True), torch.rand(4, 4, requires_grad=True)
+    outer, inner = FlopsTool(), FlopsTool()
+    with amanda.apply(outer):
+        for step in range(2):
+            with amanda.apply(inner) if step else nullcontext():
+                value = x.detach().requires_grad_() if step and has_leaf else x.sin()
+                (value @ weight).sum().backward()
+    # The inner tool reads what mappings of the outer one write into contexts.
+    assert inner.result.total("macs", "backward") == 2 * inner.result.total("macs", "forward") == 64
+    assert outer.result.total("macs", "backward") == 128

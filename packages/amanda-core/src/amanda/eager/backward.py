@@ -171,8 +171,11 @@ class BackwardStep:
         open_tools = self._open_tools_of(plan.stack)
         self._open_tool_ids.update(map(id, open_tools))
         due_tools = plan.tools_to_analyse(self.id, open_tools) if self._state.cache else open_tools
-        if actions is None and due_tools and trace.needs_grad in plan.backward.analysed_for:
+        is_new = actions is None and due_tools and trace.needs_grad in plan.backward.analysed_for
+        if is_new and facts.has_dropped_values:
             # All backward ops had been analysed, so the values that an analysis would read were not stored.
+            # They were if a plan of another scope lacked an analysis: then its tools may read what this one's
+            # write into contexts.
             self._note_new_backward_op(plan)
         elif facts.has_dropped_values:
             if actions is not None and due_tools:
