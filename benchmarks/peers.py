@@ -40,7 +40,7 @@ from _peers import (
     training,
     variants_of,
 )
-from _tools import BACKWARD, Inserting, scopes
+from _tools import BACKWARD, Inserting, is_no_leaf, scopes
 from torch import nn
 
 # A rate of 0 takes the same ops, and thousands of steps do not lead to numbers that are not finite.
@@ -60,7 +60,7 @@ def compared(program: Callable[[Any], Step], model: nn.Module, most: float, leas
     """Return processor seconds of a program by variant; for so many seconds, and at least so many rounds."""
     under = {
         **controls(),
-        **scopes({HOOKS: functools.partial(Inserting, *BACKWARD, select=())}),
+        **scopes({HOOKS: functools.partial(Inserting, *BACKWARD, select=(), where_backward=is_no_leaf)}),
         **scopes(TOOLS),
         **PEERS,
     }

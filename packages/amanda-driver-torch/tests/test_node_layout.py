@@ -98,6 +98,10 @@ def test_this_torch_has_a_layout() -> None:
     assert find_node_layout() is not None
     with torch.inference_mode():
         assert find_node_layout() is not None
+    with torch.no_grad(), torch.device("meta"):
+        assert find_node_layout() is not None
+    torch.func.vmap(lambda x: (find_node_layout(), x)[1])(torch.ones(2))
+    torch.func.grad(lambda x: (find_node_layout(), x.sum())[1])(torch.ones(2))
 
 
 def test_a_layout_is_a_tuple_of_seven_offsets() -> None:

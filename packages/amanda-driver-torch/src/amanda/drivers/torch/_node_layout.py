@@ -27,14 +27,16 @@ address of a node, and whose last word is the number of an input.
 
 def find_node_layout() -> NodeLayout | None:
     """Return the layout of this torch's nodes; None if they are not as this driver knows them."""
+    # The driver may be imported under modes and transforms of the program, where samples may have no nodes.
     with torch.inference_mode(False), torch.enable_grad():
-        x, y, z = (torch.ones(2, requires_grad=True) for _ in range(3))
+        x, y, z = (torch.ones(2, device="cpu", requires_grad=True) for _ in range(3))
         results = [x.exp(), x * y, torch.addcmul(x, y, z)]  # nodes with one, two and three edges
         later_results = [result.sin() for result in results]
+    nodes, later_nodes = ([result.grad_fn for result in batch] for batch in (results, later_results))
+    if None in (*nodes, *later_nodes):
+        return None
     try:
-        return _layout_of(
-            [result.grad_fn for result in results], [result.grad_fn for result in later_results]
-        )
+        return _layout_of(nodes, later_nodes)
     except LookupError:
         return None
 
