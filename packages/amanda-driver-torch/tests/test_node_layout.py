@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 import amanda
 from amanda import interceptor
@@ -102,6 +103,16 @@ def test_this_torch_has_a_layout() -> None:
         assert find_node_layout() is not None
     torch.func.vmap(lambda x: (find_node_layout(), x)[1])(torch.ones(2))
     torch.func.grad(lambda x: (find_node_layout(), x.sum())[1])(torch.ones(2))
+
+
+def test_functions_of_a_mode_have_no_layout() -> None:
+    class DoublingMode(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = function(*args, **(kwargs or {}))
+            return Doubled.apply(result) if isinstance(result, Tensor) and result.requires_grad else result
+
+    with DoublingMode():
+        assert find_node_layout() is None
 
 
 def test_a_layout_is_a_tuple_of_seven_offsets() -> None:

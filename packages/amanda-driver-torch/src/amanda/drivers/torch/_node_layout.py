@@ -15,6 +15,9 @@ _NODE_SIZE = 16 * _WORD
 """Bytes of a node that are searched; nodes have more in every version of torch."""
 _METADATA_SIZE = 8 * _WORD
 
+_HEAP_TYPE = 1 << 9
+"""Flag of a type that Python code has made, whose objects are laid out otherwise: functions of programs."""
+
 NodeLayout = tuple[int, int, int, int, int, int, int]
 """Offsets for `amanda.interceptor.Graphs`.
 
@@ -33,7 +36,7 @@ def find_node_layout() -> NodeLayout | None:
         results = [x.exp(), x * y, torch.addcmul(x, y, z)]  # nodes with one, two and three edges
         later_results = [result.sin() for result in results]
     nodes, later_nodes = ([result.grad_fn for result in batch] for batch in (results, later_results))
-    if None in (*nodes, *later_nodes):
+    if any(node is None or type(node).__flags__ & _HEAP_TYPE for node in (*nodes, *later_nodes)):
         return None
     try:
         return _layout_of(nodes, later_nodes)
