@@ -225,12 +225,12 @@ class SavedTensorReader:
         next: Attribute of an op: pairs of an op that it leads on to, or None, and more.
         number: Attribute of an op: a method whose result grows with each op that is made on a thread.
         attributes: Returns the names of a type's attributes that read what ops have saved, as a list.
-        is_packed: Returns whether hooks pack what ops save now, which is then not read.
+        is_packed: Returns what is true if hooks pack what ops save now, which is then not read.
     """
 
     def __init__(
         self, maker: str, next: str, number: str, attributes: Callable[[type], list[str]],
-        is_packed: Callable[[], bool],
+        is_packed: Callable[[], Any],
     ) -> None:  # fmt: skip
         self._maker, self._next, self._number = maker, next, number
         self._attributes, self._is_packed = attributes, is_packed

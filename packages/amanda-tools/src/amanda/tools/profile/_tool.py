@@ -6,7 +6,7 @@ import sys
 from _thread import get_ident
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -72,7 +72,7 @@ def _pytorch_facts(context: amanda.OpContext) -> None:
     context["profile"] = MeasuringFacts(
         has_kernel_ranges=True, gpu=_gpu_of(context.get_inputs()), record_event=_record_event,
         storages_of=_storages_of, storages_saved_since=_storages_saved_since,
-        next_sequence_number=_next_sequence_number, saved_reader=_SAVED_TENSOR_READER,
+        next_sequence_number=_next_sequence_number, saved_reader=_saved_tensor_reader(),
     )  # fmt: skip
 
 
@@ -145,8 +145,8 @@ def _storages_saved_since(outputs: Iterable[Any], since: int) -> list[Any]:
     import torch
 
     with torch._C.DisableTorchFunction():
-        saved_values = _SAVED_TENSOR_READER.between(torch_tensors(outputs), since, _next_sequence_number())
-    return _storages_of(saved_values)
+        reader = _saved_tensor_reader()
+        return _storages_of(reader.between(torch_tensors(outputs), since, _next_sequence_number()))
 
 
 @cache
@@ -155,16 +155,14 @@ def _saved_attributes(kind: Any) -> list[str]:
     return [name for name in vars(kind) if name.startswith("_saved_") and f"_raw{name}" in vars(kind)]
 
 
-def _packs_saved_tensors() -> bool:
-    """Return True if hooks pack the tensors that nodes save now."""
+@cache
+def _saved_tensor_reader() -> interceptor.SavedTensorReader:
     import torch
 
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-
-
-_SAVED_TENSOR_READER = interceptor.SavedTensorReader(
-    "grad_fn", "next_functions", "_sequence_nr", _saved_attributes, _packs_saved_tensors
-)
+    # The hooks that pack what nodes save now, or None: asked for at each op, so without a call of Python.
+    packing_hooks = partial(torch._C._autograd._top_saved_tensors_default_hooks, True)
+    names = "grad_fn", "next_functions", "_sequence_nr"
+    return interceptor.SavedTensorReader(*names, _saved_attributes, packing_hooks)
 
 
 _TYPES_WITHOUT_MEMORY = frozenset(

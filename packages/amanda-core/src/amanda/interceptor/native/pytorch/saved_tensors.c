@@ -84,12 +84,14 @@ static int is_packed(const SavedTensorReader *self) {
 int visit_saved(const SavedTensorReader *self, BackwardOps *ops, uint64_t first, uint64_t end, SavedVisitor visit, void *context) {
     Map visited = {0}; /* op -> the op, owned */
     int packed = first < end ? is_packed(self) : 1, result = packed < 0 ? -1 : 0;
+    uint64_t unmet = first < end ? end - first : 0; /* numbers of the range: once all are met no op leads on to more */
     while (!result && ops->count) {
         PyObject *op = ops->ops[--ops->count];
         int is_due = packed || map_get(&visited, (uint64_t)(uintptr_t)op) ? 0 : is_between(self, op, first, end);
         if (is_due > 0 && !map_set(&visited, (uint64_t)(uintptr_t)op, op)) {
+            unmet--;
             result = visit_attributes(self, op, visit, context);
-            if (!result && push_next(self, ops, op)) result = -1;
+            if (!result && unmet && push_next(self, ops, op)) result = -1;
             continue;
         }
         Py_DECREF(op);
@@ -175,7 +177,7 @@ PyTypeObject SavedTensorReader_Type = {
               "next, number: attributes of an op: a tuple of pairs, of a following op or None and more; a method whose result\n"
               "grows with each op that is made on a thread.\n"
               "attributes(type): return a list of the names of an op's attributes that read what it has saved.\n"
-              "is_packed(): return whether hooks pack what ops save now, which is then not read.",
+              "is_packed(): return what is true if hooks pack what ops save now, which is then not read.",
     .tp_new = saved_new,
     .tp_dealloc = (destructor)saved_dealloc,
     .tp_traverse = (traverseproc)saved_traverse,
