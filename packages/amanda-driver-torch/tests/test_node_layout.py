@@ -11,8 +11,8 @@ from torch.overrides import TorchFunctionMode
 
 import amanda
 from amanda import interceptor
-from amanda.drivers.torch._autograd import AccumulateGrad
 from amanda.drivers.torch._node_layout import find_node_layout
+from amanda.drivers.torch._nodes import AccumulateGrad
 from amanda.interceptor import Graphs
 from amanda.tools.flops import FlopsTool
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import amanda
 from amanda import interceptor
-from amanda.drivers.torch import _autograd, _nodes
+from amanda.drivers.torch import _autograd, _nodes, _repeated_passes
 from amanda.tools.flops import FlopsTool
 from amanda.tools.trace import TraceTool
 
@@ -28,7 +28,7 @@ Disturbance = Callable[["Training"], Any]
 @pytest.fixture(autouse=True)
 def no_hooks_of_earlier_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_nodes.NodeHooks, "of_program", False)
-    monkeypatch.setattr(_nodes.PassCounts, "passes_without", 0)
+    monkeypatch.setattr(_repeated_passes.PassCounts, "passes_without", 0)
     gc.collect()  # graphs of earlier scopes may have got hooks
     leaked = interceptor.Mark.alive()
     marks = SimpleNamespace(alive=lambda: interceptor.Mark.alive() - leaked)
@@ -492,7 +492,7 @@ def test_a_pass_that_adds_hooks_waits_for_one_without(monkeypatch: pytest.Monkey
     training, tool, order = Training(), TraceTool(), list[str]()
     add_hooks, remove_hooks = _autograd._BackwardPass.add_hooks, _autograd._BackwardPass.remove_hooks
     has_begun, is_waiting = threading.Event(), threading.Event()
-    wait = _nodes.UnhookedPasses.wait_for_other_threads
+    wait = _repeated_passes.UnhookedPasses.wait_for_other_threads
 
     def adding(self: Any, outputs: Any) -> None:
         add_hooks(self, outputs)
@@ -518,7 +518,7 @@ def test_a_pass_that_adds_hooks_waits_for_one_without(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(_autograd._BackwardPass, "add_hooks", adding)
     monkeypatch.setattr(_autograd._BackwardPass, "remove_hooks", removing)
-    monkeypatch.setattr(_nodes.UnhookedPasses, "wait_for_other_threads", waiting)
+    monkeypatch.setattr(_repeated_passes.UnhookedPasses, "wait_for_other_threads", waiting)
     is_last, other = False, threading.Thread(target=train_otherwise)
     with amanda.apply(tool):
         for _ in range(5):

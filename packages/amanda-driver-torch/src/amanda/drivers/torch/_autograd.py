@@ -23,19 +23,18 @@ from ._compiled_callables import report_leaves
 from ._levels import all_layers, drop_ended_batches, leaves_no_graph
 from ._node_layout import find_node_layout
 from ._nodes import (
+    AccumulateGrad,
     NodeHooks,
-    PassCounts,
     QuickHooks,
     free_without_recursion,
-    is_running,
     register_hooks_without_handles,
     remove_hook_handles,
 )
 from ._overrides import WithoutTorchFunction, reading_context
+from ._repeated_passes import PassCounts, is_running
 from ._requirements import torch_attribute
 from ._saved_tensors import hide_unpack_frame
 
-AccumulateGrad = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 # A backward op's place among those of its op is its sequence number after the op's first. Leaves have none,
 # so their places begin far above; places of backward ops of backward ops begin above those, by order.
 LEAF_PLACE = 1 << 32

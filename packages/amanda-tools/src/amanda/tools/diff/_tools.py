@@ -25,7 +25,8 @@ _NO_BACKWARD_TASK = -1
 
 _REQUIRED = RequiredNames(
     "amanda.tools.diff", "torch", "torch:_C._current_graph_task_id",
-    "torch:ops.aten._to_copy.default._schema", "torch.utils._python_dispatch:TorchDispatchMode",
+    "torch:ops.aten._to_copy.default._schema", "torch:ops.aten._unsafe_view.default",
+    "torch.utils._python_dispatch:TorchDispatchMode",
     "torch.utils._pytree:tree_map_only",
 )  # fmt: skip
 

@@ -15,8 +15,8 @@ from amanda.backend import State
 from amanda.scope import in_force
 from torch.utils._pytree import tree_flatten, tree_map
 
-from .._autograd import AccumulateGrad
 from .._levels import all_layers, batch_sizes, in_transform, is_wrapped, without_transforms
+from .._nodes import AccumulateGrad
 from .._schema import flatten_outputs
 
 if TYPE_CHECKING:

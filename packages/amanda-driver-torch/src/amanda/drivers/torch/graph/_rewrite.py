@@ -12,8 +12,9 @@ from amanda.errors import ActionError
 from amanda.plan import Actions
 from torch.utils._pytree import tree_flatten
 
-from .._autograd import LEAF_PLACE, AccumulateGrad
+from .._autograd import LEAF_PLACE
 from .._modules import ParameterPaths, part_of
+from .._nodes import AccumulateGrad
 from ._bodies import ControlFlowBodies, analyse_bodies
 from ._dynamo import module_path_of, user_line_of
 from ._graph_copy import GraphCopy
