@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import amanda
 from amanda import interceptor
 from amanda.drivers.torch._autograd import _BackwardPass
+from amanda.drivers.torch._repeated_passes import PassCounts
 from amanda.scope.attachment import attachment
 
 
@@ -125,6 +126,7 @@ class Bench:
             "scopes": list(attachment._scopes),
             "drivers": list(attachment._attached),
             "backward passes": list(_BackwardPass.under_way),
+            "backward passes without hooks": list(PassCounts.unhooked._passes),
             "failure": interceptor.failure(),
             "signals": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)],
             "hooks of modules": [
