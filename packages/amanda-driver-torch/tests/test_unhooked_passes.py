@@ -486,10 +486,18 @@ def test_threads_that_share_leaves_count_each_pass_once() -> None:
     assert sum(calls) == 4 * (3 * pass_count + 4)
 
 
+def leaf_calls(tool: Any) -> int:
+    """Return how many executions of leaves' nodes a tool has counted."""
+    if isinstance(tool, TraceTool):
+        return sum(op.calls or 0 for op in tool.graph.ops if op.type == "accumulate_grad")
+    return sum(op.calls for op in tool.result.ops if op.type == "accumulate_grad")
+
+
 @natively
-def test_a_pass_that_adds_hooks_waits_for_one_without(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", [TraceTool, FlopsTool])
+def test_a_pass_that_adds_hooks_waits_for_one_without(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its hooks at the nodes of leaves would count the other thread's pass, which counts itself."""
-    training, tool, order = Training(), TraceTool(), list[str]()
+    training, tool, order = Training(), kind(), list[str]()
     add_hooks, remove_hooks = _autograd._BackwardPass.add_hooks, _autograd._BackwardPass.remove_hooks
     has_begun, is_waiting = threading.Event(), threading.Event()
     wait = _repeated_passes.UnhookedPasses.wait_for_other_threads
@@ -528,5 +536,81 @@ def test_a_pass_that_adds_hooks_waits_for_one_without(monkeypatch: pytest.Monkey
         training.step()
         other.join()
     assert order == ["unhooked", "hooked"]
-    calls = {op.calls for op in tool.graph.ops if op.type == "accumulate_grad"}
-    assert calls == {7}
+    assert leaf_calls(tool) == 4 * 7
+
+
+@natively
+def test_a_pass_that_leaves_nodes_to_another_one_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another pass has hooked the leaves since it looked: its own hooks are not all that count it."""
+    training, tool, calls = Training(), FlopsTool(), list[int]()
+    look = _autograd._BackwardPass._can_repeat_earlier_pass
+    with amanda.apply(tool):
+        kept = training.loss()  # keeps the nodes of leaves
+        nodes = [kept.grad_fn]
+        for node in nodes:
+            nodes += [child for child, _ in node.next_functions if child is not None and child not in nodes]
+        leaves = [(node, None, 0) for node in nodes if type(node) is _nodes.AccumulateGrad]
+        other = SimpleNamespace(_marked_nodes=leaves, _node_handles=[], _ids_hooked_elsewhere=set(), thread=0)
+
+        def looking(self: Any, outputs: Any) -> bool:
+            repeats = look(self, outputs)
+            self.under_way.append(other)
+            return repeats
+
+        for turn in range(6):
+            is_looking = turn == 1  # once all is analysed
+            method = looking if is_looking else look
+            monkeypatch.setattr(_autograd._BackwardPass, "_can_repeat_earlier_pass", method)
+            training.step()
+            if is_looking:
+                _autograd._BackwardPass.under_way.remove(other)
+            calls.append(leaf_calls(tool))
+    assert len(leaves) == 4
+    assert calls == [4, 4, 8, 12, 16, 20]
+
+
+@natively
+@pytest.mark.parametrize("kind", [TraceTool, FlopsTool])
+def test_a_pass_without_hooks_that_an_interrupt_left_behind_is_forgotten(
+    kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training, remove_hooks, counts = Training(), _autograd._BackwardPass.remove_hooks, list[int]()
+
+    def interrupted(self: Any) -> None:
+        raise KeyboardInterrupt
+
+    with amanda.apply(kind()) as scope:
+        for turn in range(7):
+            is_interrupted = turn == 5
+            method = interrupted if is_interrupted else remove_hooks
+            monkeypatch.setattr(_autograd._BackwardPass, "remove_hooks", method)
+            with pytest.raises(KeyboardInterrupt) if is_interrupted else nullcontext():
+                training.step()
+            counts.append(len(_repeated_passes.PassCounts.unhooked.passes))
+    assert counts == [0, 0, 0, 0, 0, 1, 0]
+    assert "a backward pass that failed" not in str(scope.report)  # it ran all, and is counted now
+
+
+def test_no_pass_without_hooks_begins_while_others_wait_to_add_theirs() -> None:
+    passes = _repeated_passes.UnhookedPasses()
+    first, second = (SimpleNamespace(under_way=[], thread=0) for _ in range(2))
+    assert passes.begin(first)
+    begun: list[bool] = []
+    ended = passes._ended.wait
+
+    def end_first(timeout: float) -> None:
+        passes.lock.release()
+        begun.append(passes.begin(second))
+        passes.lock.acquire()
+        passes.remove(first)
+
+    passes._ended.wait = end_first  # type: ignore[method-assign, assignment]
+    running, _repeated_passes.is_running = _repeated_passes.is_running, lambda backward_pass: True
+    try:
+        with passes.lock:
+            passes.wait_for_other_threads()
+    finally:
+        _repeated_passes.is_running = running
+        passes._ended.wait = ended  # type: ignore[method-assign]
+    assert begun == [False]
+    assert passes.begin(second)

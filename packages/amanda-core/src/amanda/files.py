@@ -138,7 +138,7 @@ def _is_at(path: Path, handle: int) -> bool:
     """Return True if a path leads to an open file: not to another file, nor to none."""
     try:
         return os.path.samestat(os.fstat(handle), path.stat())
-    except FileNotFoundError:
+    except OSError:
         return False
 
 

@@ -126,7 +126,7 @@ class Bench:
             "scopes": list(attachment._scopes),
             "drivers": list(attachment._attached),
             "backward passes": list(_BackwardPass.under_way),
-            "backward passes without hooks": list(PassCounts.unhooked._passes),
+            "backward passes without hooks": list(PassCounts.unhooked.passes),
             "failure": interceptor.failure(),
             "signals": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)],
             "hooks of modules": [

@@ -348,6 +348,8 @@ class _BackwardPass:
                 self._ids_hooked_elsewhere = {id(node) for node, *_ in marked_nodes}.intersection(
                     id(node) for other_pass in self.under_way for node, *_ in other_pass._marked_nodes
                 )
+            if self._ids_hooked_elsewhere and self._counts is not None:
+                self._counts.learn_nothing()  # hooks of the other pass count some executions of this one
             self.under_way.append(self)
 
     def _analyse_and_hook(self, node: Any, mark: Mark, place: int, is_leaf: bool) -> None:
@@ -382,7 +384,13 @@ class _BackwardPass:
 
         An interrupt may come at any step: another call then does the rest.
         """
-        self._repeat_or_learn_counts()
+        try:
+            self._repeat_or_learn_counts()
+        finally:
+            self._remove_hooks()
+
+    def _remove_hooks(self) -> None:
+        """Remove the pass's hooks, as `remove_hooks` says."""
         with self._lock:
             other_passes = [backward_pass for backward_pass in self.under_way if backward_pass is not self]
             if not other_passes:
@@ -430,7 +438,7 @@ class _BackwardPass:
 def remove_abandoned_hooks() -> None:
     """Remove the hooks of passes on this thread that an interrupt ended before they could remove these."""
     # An interrupt may have skipped the `finally` of `run_backward`.
-    for backward_pass in list(_BackwardPass.under_way):
+    for backward_pass in (*_BackwardPass.under_way, *PassCounts.unhooked.passes):
         if backward_pass.thread == threading.get_ident() and not is_running(backward_pass):
             uninterrupted(backward_pass.remove_hooks)
 

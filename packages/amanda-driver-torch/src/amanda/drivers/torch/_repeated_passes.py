@@ -42,7 +42,7 @@ def is_running(backward_pass: Any) -> bool:
 
 
 class UnhookedPasses:
-    """Passes under way without hooks, though tools follow their gradients.
+    """Passes under way without hooks, though tools count their executions.
 
     Threads share the nodes of leaves, and hooks at a node act in every pass through it: a pass that adds
     hooks waits until those of other threads have ended.  lock: of all passes.
@@ -50,27 +50,39 @@ class UnhookedPasses:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
+        self.passes: list[Any] = []
         self._ended = threading.Condition(self.lock)
-        self._passes: list[Any] = []
+        self._waiting_count = 0  # of passes that wait to add hooks
 
-    def add(self, backward_pass: Any) -> None:
-        """Add a pass.  The caller holds the lock."""
-        self._passes.append(backward_pass)
+    def begin(self, backward_pass: Any) -> bool:
+        """Add a pass; return False if passes with hooks are under way, or wait to be."""
+        with self.lock:
+            if backward_pass.under_way or self._waiting_count:
+                return False
+            self.passes.append(backward_pass)
+            return True
 
     def remove(self, backward_pass: Any) -> None:
         """Remove a pass, if it is here.  The caller holds the lock."""
-        if backward_pass in self._passes:
-            self._passes.remove(backward_pass)
+        if backward_pass in self.passes:
+            self.passes.remove(backward_pass)
             self._ended.notify_all()
 
     def wait_for_other_threads(self) -> None:
-        """Wait until the passes of other threads have ended.  The caller holds the lock."""
-        # A pass within a pass may be on another thread than the outer one, which waits for it.
-        while self._passes and _current_pass() == _NO_PASS:
-            thread = threading.get_ident()
-            if not any(entry.thread != thread and is_running(entry) for entry in self._passes):
-                return
-            self._ended.wait(_SECONDS_BETWEEN_LOOKS)
+        """Wait until the passes of other threads have ended; none begins meanwhile.
+
+        The caller holds the lock.
+        """
+        self._waiting_count += 1
+        try:
+            # A pass within a pass may be on another thread than the outer one, which waits for it.
+            while self.passes and (_current_pass is None or _current_pass() == _NO_PASS):
+                thread = threading.get_ident()
+                if not any(entry.thread != thread and is_running(entry) for entry in self.passes):
+                    return
+                self._ended.wait(_SECONDS_BETWEEN_LOOKS)
+        finally:
+            self._waiting_count -= 1
 
 
 _current_pass = torch_attribute("_C._current_graph_task_id")
@@ -104,7 +116,7 @@ class PassCounts:
     limit: ClassVar[int] = 16
     """Most forms that are remembered for one stack of tools."""
     unhooked: ClassVar[UnhookedPasses] = UnhookedPasses()
-    """Passes that repeat an earlier one whose routines did not count alone."""
+    """Passes that repeat an earlier one."""
     passes_without: ClassVar[int] = 15
     """Number of passes that learn nothing, after one whose hooks do more than count."""
 
@@ -134,28 +146,26 @@ class PassCounts:
 
         list_nodes: returns all of the graph, in the order of the form.
         """
-        self._form_to_learn = form
         record = self._record_by_form.get(form)
-        if record is None or record.placing is not None:  # counts need no nodes
+        counts_alone = record is not None and record.placing is None
+        if not counts_alone:  # counts need no nodes
             self._nodes = list_nodes()
-        if record is not None and (record.placing is None or self._begin_unhooked(record, backward_pass)):
+        repeats = record is not None and (counts_alone or self._follows_as(record))
+        if repeats and self.unhooked.begin(backward_pass):
             self._record_to_repeat = record
             return True
+        if not counts_alone:
+            self._form_to_learn = form
         self._calls_before = _calls_of_ops()
         return False
 
-    def _begin_unhooked(self, record: PassRecord, backward_pass: Any) -> bool:
-        """Return True if a pass may repeat a record whose routines follow gradients; add it to `unhooked`."""
-        if record.placing != NodeHooks.placing or not self._is_unseen():
-            return False
-        if not all(hook.repeats for _, hook in record.hooks):
-            return False
-        with self.unhooked.lock:
-            # Another pass may have begun on another thread since this one has looked.
-            if not backward_pass.under_way:
-                self.unhooked.add(backward_pass)
-                return True
-        return False
+    def _follows_as(self, record: PassRecord) -> bool:
+        """Return True if the routines of a record, which follow gradients, would record nothing new."""
+        return (
+            record.placing == NodeHooks.placing
+            and self._is_unseen()
+            and all(hook.repeats for _, hook in record.hooks)
+        )
 
     def _is_unseen(self) -> bool:
         """Return True if nothing but torch's own nodes sees the gradients of the pass."""

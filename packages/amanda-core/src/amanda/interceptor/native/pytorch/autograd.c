@@ -1,5 +1,6 @@
-/* A framework's graph of backward ops, read by the names of its attributes: executions leave marks at the ops that they
-   made, and a backward pass finds from these marks the execution of each op. */
+/* A framework's graph of backward ops, read from memory where its layout is known, else by the names of attributes:
+   executions leave marks at the ops that they made, and a backward pass finds from these marks the execution of each
+   op. */
 #include "execution/tensors.h"
 #include "pytorch/autograd.h"
 #include <string.h>
@@ -79,7 +80,7 @@ typedef struct {
 typedef struct {
     PyObject_HEAD
     NodeLayout layout; /* edge_size 0: it is not known */
-    Map types;         /* first word of a node, which tells its class, or that type -> type of its Python objects, a static one */
+    Map types;         /* first word of a node, which tells its class -> static type of its Python objects; and each type -> itself */
     PyTypeObject *tensors, *leaf;                               /* owned */
     PyObject *maker, *base, *next, *notes, *number, *key, *sampled; /* owned */
 } Graphs;

@@ -238,7 +238,7 @@ static int hook_node(Hooking *pass, PyObject *node, const Mark *mark, PyObject *
     }
     if (pass->hooks == Py_None) return 0;
     long long place = place_of_node(pass, node, mark, number);
-    if (place < 0) return (int)place + 1;
+    if (place < 0) return place == -2 ? -1 : 0;
     PyObject *at = PyLong_FromLongLong(place), *key = at ? PyTuple_Pack(2, Py_TYPE(node), at) : NULL;
     PyObject *stored = key ? Py_XNewRef(PyDict_GetItemWithError(pass->hooks, key)) : NULL;
     Py_XDECREF(at);

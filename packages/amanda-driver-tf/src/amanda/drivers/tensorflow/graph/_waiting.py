@@ -12,7 +12,7 @@ import tensorflow as tf
 from ._body import Body
 from ._nodes import op_def
 
-# Stateful operations that return without another operation: those of variables and of random numbers.
+# Stateful operations that never wait for another operation: those of variables and of random numbers.
 _UNBLOCKED = (
     "Assert", "Assign", "CheckNumerics", "LookupTable", "Random", "ReadVariableOp", "ResourceApply",
     "ResourceGather", "ResourceScatter", "ResourceSparseApply", "ResourceStridedSliceAssign",
@@ -108,4 +108,5 @@ def _may_block(op: tf.Operation) -> bool:
     """Return True for an operation that may wait for another one of which it reads nothing."""
     definition: Any = op_def(op.type)
     has_state = definition.is_stateful or any(argument.is_ref for argument in definition.input_arg)
-    return has_state and not op.type.startswith(_UNBLOCKED)
+    # Python may wait for anything, also where the program says that it has no state.
+    return op.type == "PyFuncStateless" or (has_state and not op.type.startswith(_UNBLOCKED))

@@ -133,7 +133,7 @@ function digitWidth(font) {
   return digitWidths.get(font);
 }
 
-// Replaces the rows that differ alone: a click is lost if its row is replaced between the press and the release.
+// Replaces only the rows that differ: a click is lost if its row is replaced between the press and the release.
 function showRows(parent, rows) {
   rows.forEach((row, place) => {
     const present = parent.children[place];
