@@ -542,31 +542,57 @@ def test_a_pass_that_adds_hooks_waits_for_one_without(kind: Any, monkeypatch: py
 @natively
 def test_a_pass_that_leaves_nodes_to_another_one_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another pass has hooked the leaves since it looked: its own hooks are not all that count it."""
-    training, tool, calls = Training(), FlopsTool(), list[int]()
-    look = _autograd._BackwardPass._can_repeat_earlier_pass
+    training, tool = Training(), FlopsTool()
+    find_nodes, remove_hooks = (
+        _autograd._BackwardPass._find_marked_nodes,
+        _autograd._BackwardPass.remove_hooks,
+    )
+    has_looked, is_hooked, has_learned = (threading.Event() for _ in range(3))
+
+    def finding(self: Any, outputs: Any) -> None:
+        if threading.current_thread() is learner:
+            has_looked.set()
+            is_hooked.wait(60)
+        find_nodes(self, outputs)
+        if threading.current_thread() is other:
+            is_hooked.set()
+
+    def removing(self: Any) -> None:
+        if threading.current_thread() is other:
+            has_learned.wait(60)
+        remove_hooks(self)
+
+    def train(factors: int) -> None:
+        loss = training.model(training.x)
+        for _ in range(factors):
+            loss = loss * 2
+        loss.sum().backward()
+
+    def learn() -> None:
+        train(3)
+        has_learned.set()
+
+    def train_otherwise() -> None:
+        has_looked.wait(60)
+        train(2)
+
+    def run(*threads: threading.Thread) -> None:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    learner, other = threading.Thread(target=learn), threading.Thread(target=train_otherwise)
     with amanda.apply(tool):
-        kept = training.loss()  # keeps the nodes of leaves
-        nodes = [kept.grad_fn]
-        for node in nodes:
-            nodes += [child for child, _ in node.next_functions if child is not None and child not in nodes]
-        leaves = [(node, None, 0) for node in nodes if type(node) is _nodes.AccumulateGrad]
-        other = SimpleNamespace(_marked_nodes=leaves, _node_handles=[], _ids_hooked_elsewhere=set(), thread=0)
-
-        def looking(self: Any, outputs: Any) -> bool:
-            repeats = look(self, outputs)
-            self.under_way.append(other)
-            return repeats
-
-        for turn in range(6):
-            is_looking = turn == 2  # once all is analysed, and native
-            method = looking if is_looking else look
-            monkeypatch.setattr(_autograd._BackwardPass, "_can_repeat_earlier_pass", method)
-            training.step()
-            if is_looking:
-                _autograd._BackwardPass.under_way.remove(other)
-            calls.append(leaf_calls(tool))
-    assert len(leaves) == 4
-    assert calls == [4, 8, 8, 12, 16, 20]
+        for factors in (0, 1, 0, 1):  # analyses, in threads as later
+            run(threading.Thread(target=train, args=(factors,)))
+        monkeypatch.setattr(_autograd._BackwardPass, "_find_marked_nodes", finding)
+        monkeypatch.setattr(_autograd._BackwardPass, "remove_hooks", removing)
+        run(other, learner)
+        monkeypatch.undo()
+        for _ in range(10):
+            run(threading.Thread(target=train, args=(3,)))
+    assert leaf_calls(tool) == 4 * 16
 
 
 @natively
