@@ -406,3 +406,30 @@ def test_an_op_that_a_dequeue_comes_before_waits_too(monkeypatch) -> None:
         queue.enqueue(tf.ones(4))
         program()
     assert events == ["observed", "reached"]
+
+
+def test_no_op_waits_for_observers_of_python_that_may_wait_for_the_op(monkeypatch) -> None:
+    """Python may wait for anything, also where the program says that it has no state."""
+    size = 4 * 1000
+    monkeypatch.setattr(FunctionDriver, "observer_bytes", 3 * size)
+    is_set = threading.Event()
+    waited: list[bool] = []
+
+    def wait(value):
+        waited.append(is_set.wait(10))
+        return value
+
+    def end_wait(value):
+        is_set.set()
+        return value
+
+    @tf.function
+    def program(x):
+        taken = tf.numpy_function(wait, [x], tf.float32, stateful=False)
+        taken.set_shape([1000])
+        ended = tf.numpy_function(end_wait, [tf.exp(x + x)], tf.float32, stateful=False)
+        return tf.tanh(taken), ended
+
+    with amanda.apply(observing(lambda *_: None)):
+        program(tf.ones([1000]))
+    assert waited == [True]
