@@ -97,7 +97,7 @@ class Hook(_NativeAlone):
         raise NotImplementedError
 
     counts_alone: bool
-    """Whether all routines count executions, and no hook is left out: `count_again` needs no op."""
+    """True if every routine counts executions and no hook is left out, so that `count_again` needs no op."""
 
     @property
     def repeats(self) -> bool:

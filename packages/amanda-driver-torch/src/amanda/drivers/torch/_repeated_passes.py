@@ -128,6 +128,7 @@ class PassCounts:
         self._record_by_form, self._caller = record_by_form, caller
         self._form_to_learn: Hashable = None  # None if nothing is to be learned
         self._record_to_repeat: PassCounts.PassRecord | None = None
+        self._list_nodes: Callable[[], list[Any]] = list
         self._nodes: list[Any] = []
         self._calls_before = 0
 
@@ -148,7 +149,8 @@ class PassCounts:
         """
         record = self._record_by_form.get(form)
         counts_alone = record is not None and record.placing is None
-        if not counts_alone:  # counts need no nodes
+        self._list_nodes = list_nodes
+        if record is not None and not counts_alone:  # counts need no nodes
             self._nodes = list_nodes()
         repeats = record is not None and (counts_alone or self._follows_as(record))
         if repeats and self.unhooked.begin(backward_pass):
@@ -214,13 +216,16 @@ class PassCounts:
         elif form is not None and not NodeHooks.of_program:
             hooks = [handle.hook for _, handle in node_handles]
             counts_alone = all(hook.counts_alone for hook in hooks)
+            if not counts_alone:  # after the pass, whose graph stays as it was
+                self._nodes = self._list_nodes()
             if all(hook.repeats for hook in hooks) and (counts_alone or self._may_follow(marks, len(hooks))):
                 while len(self._record_by_form) >= self.limit:
                     oldest_form = next(iter(self._record_by_form), None)
                     self._record_by_form.pop(oldest_form, None)
                 identities = [(mark.trace, mark.shapes) for mark in marks]
                 position_by_id = {id(node): position for position, node in enumerate(self._nodes)}
-                positions = (position_by_id[id(node)] for node, _ in node_handles)
+                # Counts need no nodes, so that none are listed for them.
+                positions = [0 if counts_alone else position_by_id[id(node)] for node, _ in node_handles]
                 placing = None if counts_alone else NodeHooks.placing
                 self._record_by_form[form] = self.PassRecord(
                     tuple(zip(positions, hooks, strict=True)), identities, placing

@@ -153,7 +153,7 @@ static PyMethodDef hook_methods[] = {
     {0}};
 
 static PyMemberDef hook_members[] = {
-    {"counts_alone", T_BOOL, offsetof(Hook, counts_alone), READONLY, "Whether all routines count executions, and no hook is left out: `count_again` needs no op."},
+    {"counts_alone", T_BOOL, offsetof(Hook, counts_alone), READONLY, "True if every routine counts executions and no hook is left out, so that `count_again` needs no op."},
     {0}};
 
 static PyGetSetDef hook_properties[] = {

@@ -74,8 +74,8 @@ class SafeWaits:
 def _blockers_by_op(body: Body) -> dict[tf.Operation, int]:
     """Return for each operation a bit for each operation that may block and that it depends on, or is.
 
-    An argument of a called function counts as one.  Operations that depend on a later one are left out, and
-    all with control flow of version 1, where a node may be dead.
+    An argument of a called function counts as such an operation.  Operations that depend on a later
+    operation are left out, and all with control flow of version 1, where a node may be dead.
     """
     if any(op.type in ("Merge", "RefMerge") for op in body.ops):
         return {}
