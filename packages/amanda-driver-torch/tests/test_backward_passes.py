@@ -6,12 +6,14 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from leaves import leaf, same
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 import amanda
+from amanda.drivers.torch import _autograd
 
 Act = Callable[..., amanda.Tool]
 Applied = Callable[..., Any]
@@ -233,6 +235,43 @@ def test_a_graph_is_instrumented_where_a_scope_with_its_tool_is_open_again(
     with amanda.apply(tool):
         y.backward()
     assert [op for op, _ in tool.pairs] == ["sum", "exp", "exp"]
+
+
+def test_a_pass_waits_until_one_on_another_thread_has_hooked_the_nodes_that_both_share(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weight, idents = leaf(1, 2), []
+    has_listed, has_ended = threading.Event(), threading.Event()
+    list_nodes = _autograd._BackwardPass._find_marked_nodes
+
+    def analyse(context: amanda.OpContext) -> None:
+        if context.get_backward_op().__name__ == "AccumulateGrad":
+            context.insert_before_backward_op(lambda gradient: idents.append(threading.get_ident()))
+
+    def list_nodes_and_pause(self: Any, outputs: Any) -> None:
+        list_nodes(self, outputs)
+        if threading.current_thread() is not threading.main_thread():
+            has_listed.set()
+            has_ended.wait(0.5)  # until the other pass has ended, had it not waited for this one
+
+    def backward() -> None:
+        weight.exp().sum().backward()
+
+    monkeypatch.setattr(_autograd._BackwardPass, "_find_marked_nodes", list_nodes_and_pause)
+    tool = amanda.Tool()
+    tool.add_inst_for_op(analyse, backward=True)
+    with amanda.apply(tool) as scope:
+        for _ in range(3):
+            backward()
+        idents.clear()
+        other = threading.Thread(target=scope.bind(backward))
+        other.start()
+        assert has_listed.wait(10)
+        backward()
+        has_ended.set()
+        other.join()
+    assert set(idents) == {other.ident, threading.get_ident()}
+    assert len(idents) == 2
 
 
 def test_passes_on_two_threads_share_the_hooks_of_a_parameter_until_both_have_ended() -> None:

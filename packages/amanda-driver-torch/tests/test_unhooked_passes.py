@@ -622,7 +622,7 @@ def test_no_pass_without_hooks_begins_while_others_wait_to_add_theirs() -> None:
     first, second = (SimpleNamespace(under_way=[], thread=0) for _ in range(2))
     assert passes.begin(first)
     begun: list[bool] = []
-    ended = passes._ended.wait
+    ended = passes._changed.wait
 
     def end_first(timeout: float) -> None:
         passes.lock.release()
@@ -630,13 +630,13 @@ def test_no_pass_without_hooks_begins_while_others_wait_to_add_theirs() -> None:
         passes.lock.acquire()
         passes.remove(first)
 
-    passes._ended.wait = end_first  # type: ignore[method-assign, assignment]
+    passes._changed.wait = end_first  # type: ignore[method-assign, assignment]
     running, _repeated_passes.is_running = _repeated_passes.is_running, lambda backward_pass: True
     try:
         with passes.lock:
             passes.wait_for_other_threads()
     finally:
         _repeated_passes.is_running = running
-        passes._ended.wait = ended  # type: ignore[method-assign]
+        passes._changed.wait = ended  # type: ignore[method-assign]
     assert begun == [False]
     assert passes.begin(second)

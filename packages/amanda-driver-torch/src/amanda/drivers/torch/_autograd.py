@@ -244,7 +244,7 @@ class _BackwardPass:
         # A pass of several stacks repeats no counts: what this stack knows, another one's plans may change.
         is_alone = stack is not None and len(stack.chain) == 1 and state.reuses_native_hooks
         may_repeat = is_alone and is_whole and self._is_last and not is_transform
-        self.has_run_all = False
+        self.has_run_all = self.is_adding_hooks = False
         # None: it neither repeats the counts of an earlier pass nor is repeated.
         self._counts = PassCounts.of(stack.passes, caller) if stack is not None and may_repeat else None
 
@@ -258,6 +258,13 @@ class _BackwardPass:
         if self._can_repeat_earlier_pass(outputs):
             return
         self._find_marked_nodes(outputs)
+        try:
+            self._hook_marked_nodes()
+        finally:
+            PassCounts.unhooked.note_hooks_added(self)
+
+    def _hook_marked_nodes(self) -> None:
+        """Analyse and hook the marked nodes, as `add_hooks` says."""
         # Looked up once, since the loop runs for every node of every pass.
         may_reuse_hooks = self._state.reuses_native_hooks and not (self._create_graph or self._is_transform)
         stack, hooked_ids = self._state.stack, self._ids_hooked_elsewhere
@@ -344,13 +351,17 @@ class _BackwardPass:
         with self._lock:
             PassCounts.unhooked.wait_for_other_threads()
             self._marked_nodes = marked_nodes
-            if self.under_way:
+            other_passes = list(self.under_way)
+            if other_passes:
                 self._ids_hooked_elsewhere = {id(node) for node, *_ in marked_nodes}.intersection(
-                    id(node) for other_pass in self.under_way for node, *_ in other_pass._marked_nodes
+                    id(node) for other_pass in other_passes for node, *_ in other_pass._marked_nodes
                 )
             if self._ids_hooked_elsewhere and self._counts is not None:
                 self._counts.learn_nothing()  # hooks of the other pass count some executions of this one
+            self.is_adding_hooks = True
             self.under_way.append(self)
+            if self._ids_hooked_elsewhere:
+                PassCounts.unhooked.wait_for_hooks(other_passes)
 
     def _analyse_and_hook(self, node: Any, mark: Mark, place: int, is_leaf: bool) -> None:
         """Run the tools' analyses of a node's backward op, and hook the node if routines or analyses are due.

@@ -45,13 +45,14 @@ class UnhookedPasses:
     """Passes under way without hooks, though tools count their executions.
 
     Threads share the nodes of leaves, and hooks at a node act in every pass through it: a pass that adds
-    hooks waits until those of other threads have ended.  lock: of all passes.
+    hooks waits until those of other threads have ended, and a pass that leaves nodes to the hooks of another
+    waits until these are added.  lock: of all passes.
     """
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.passes: list[Any] = []
-        self._ended = threading.Condition(self.lock)
+        self._changed = threading.Condition(self.lock)
         self._waiting_count = 0  # of passes that wait to add hooks
 
     def begin(self, backward_pass: Any) -> bool:
@@ -66,7 +67,7 @@ class UnhookedPasses:
         """Remove a pass, if it is here.  The caller holds the lock."""
         if backward_pass in self.passes:
             self.passes.remove(backward_pass)
-            self._ended.notify_all()
+            self._changed.notify_all()
 
     def wait_for_other_threads(self) -> None:
         """Wait until the passes of other threads have ended; none begins meanwhile.
@@ -76,13 +77,29 @@ class UnhookedPasses:
         self._waiting_count += 1
         try:
             # A pass within a pass may be on another thread than the outer one, which waits for it.
-            while self.passes and (_current_pass is None or _current_pass() == _NO_PASS):
-                thread = threading.get_ident()
-                if not any(entry.thread != thread and is_running(entry) for entry in self.passes):
-                    return
-                self._ended.wait(_SECONDS_BETWEEN_LOOKS)
+            if _current_pass is None or _current_pass() == _NO_PASS:
+                self._wait_while(lambda: self.passes)
         finally:
             self._waiting_count -= 1
+
+    def wait_for_hooks(self, passes: Sequence[Any]) -> None:
+        """Wait until these passes, if they are of other threads, have added their hooks.
+
+        The caller holds the lock.
+        """
+        self._wait_while(lambda: [entry for entry in passes if entry.is_adding_hooks])
+
+    def note_hooks_added(self, backward_pass: Any) -> None:
+        """Let passes that wait for the hooks of this one go on."""
+        with self.lock:
+            backward_pass.is_adding_hooks = False
+            self._changed.notify_all()
+
+    def _wait_while(self, list_passes: Callable[[], Sequence[Any]]) -> None:
+        """Wait while any of the listed passes runs on another thread."""
+        thread = threading.get_ident()
+        while any(entry.thread != thread and is_running(entry) for entry in list_passes()):
+            self._changed.wait(_SECONDS_BETWEEN_LOOKS)
 
 
 _current_pass = torch_attribute("_C._current_graph_task_id")
