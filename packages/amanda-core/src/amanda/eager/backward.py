@@ -149,7 +149,7 @@ class BackwardStep:
         # A trace that executions share has no shapes; the mark of the node has those of its own execution.
         self._shapes = shapes or trace.shapes
         self.id = trace.facts.backward_id(op.__name__, place)
-        self._facts = trace.facts.for_backward_op(op, self.id, replaceable, order)
+        self._facts = trace.facts_for(op, self.id, replaceable, order)
         # Analyses that `run_before` began and `run_after` completes.
         self._pending: list[tuple[Plan, PendingBackwardPlan]] = []
         self._actions: list[Actions] = []  # of each plan, that of the outermost stack first
@@ -165,19 +165,18 @@ class BackwardStep:
         Adds an op whose analysis is incomplete to the trace's `unanalysed_ids`.  If the values that an
         analysis reads are gone, the scope's report says so instead.
         """
-        trace, facts = self._trace, self._trace.facts
-        assert facts is not None
+        trace = self._trace
         actions = plan.backward.actions.get(self.id)
         open_tools = self._open_tools_of(plan.stack)
         self._open_tool_ids.update(map(id, open_tools))
         due_tools = plan.tools_to_analyse(self.id, open_tools) if self._state.cache else open_tools
         is_new = actions is None and due_tools and trace.needs_grad in plan.backward.analysed_for
-        if is_new and facts.has_dropped_values:
+        if is_new and not trace.values:
             # All backward ops had been analysed, so the values that an analysis would read were not stored.
             # They were if a plan of another scope lacked an analysis: then its tools may read what this one's
             # write into contexts.
             self._note_new_backward_op(plan)
-        elif facts.has_dropped_values:
+        elif not trace.values:
             if actions is not None and due_tools:
                 self._report_dropped_values(due_tools)
         else:

@@ -449,6 +449,7 @@ class Trace:
     stack: the tools of the scope of the execution.
     shapes: shapes of the op's inputs and outputs; None where marks have them, or no routine takes shapes.
     facts: facts for contexts of backward ops; None until `store_facts`, which comes before `attach_trace`.
+    values: the op's inputs and outputs, two lists; empty once no analysis is to read them.
     unanalysed_ids: ids of backward ops whose analysis is incomplete.
 
     Args:
@@ -468,7 +469,8 @@ class Trace:
         "run",
         "shapes",
         "unanalysed_ids",
-        "uncached"
+        "uncached",
+        "values",
     )  # fmt: skip
 
     def __init__(
@@ -481,6 +483,7 @@ class Trace:
         self.run = run
         self.shapes: tuple[Any, ...] | None = None
         self.facts: OpFacts | None = None
+        self.values: list[list[Any]] = []
         self.unanalysed_ids: set[int] = set()
 
     @property
@@ -494,34 +497,49 @@ class Trace:
         Args:
             shapes: Shapes of the execution's mark; None for those of the trace.
         """
-        # The copy shares plan, facts and `run`, but each pass has its own ids of incomplete backward ops.
+        # The copy shares plan, facts, values and `run`; each pass has its own ids of incomplete backward ops.
         trace = copy(self)
         trace.shapes = shapes or self.shapes
         trace.unanalysed_ids = set()
         return trace
 
-    def store_facts(
-        self, ops: TensorOps, forward_facts: OpFacts, inputs: list[Any], outputs: list[Any]
-    ) -> None:
-        """Store facts for contexts of backward ops, with the values if backward ops have to be analysed.
+    def store_facts(self, ops: TensorOps, facts: OpFacts, inputs: list[Any], outputs: list[Any]) -> None:
+        """Store facts for contexts of backward ops, and the values if backward ops have to be analysed.
 
         Args:
             ops: Primitives of the tensors, to detach them from autodiff.
-            forward_facts: Facts of the op; the trace stores a copy.
+            facts: Facts of the op, from `OpFacts.for_backward_op`; executions may share them.
             inputs: Values with which the op ran.
             outputs: The op's outputs.
         """
-        # A copy, which drops its values at the end of a pass: the facts of the forward contexts drop theirs
-        # when the call ends.  It is of no backward op yet; the steps of a pass copy it for each.
-        facts = forward_facts.for_backward_op(None, 0, True)
+        self.facts = facts
         if self.plan.is_backward_complete(self.needs_grad):
             facts.drop_values()
         else:
             # Detached: a trace hangs on the graph's nodes, so a tensor with its graph would never be freed.
-            facts.inputs = [ops.detach_value(value) for value in inputs]
-            facts.outputs = [ops.detach_value(value) for value in outputs]
-            facts.has_dropped_values = False
-        self.facts = facts
+            facts.inputs = facts.outputs = None
+            self.values = [ops.detach_values(inputs), ops.detach_values(outputs)]
+
+    def facts_for(self, op: Any, op_id: int, replaceable: bool, order: int) -> OpFacts:
+        """Return facts of a backward op of this execution, with the op's values while they are stored.
+
+        Args:
+            op: Type of the backward op, whose `__name__` tools see.
+            op_id: Id of the backward op, from `OpFacts.backward_id`.
+            replaceable: Whether tools may replace the backward op.
+            order: 1 for a backward op of the op, 2 for a backward op of that.
+        """
+        assert self.facts is not None
+        facts = self.facts.for_backward_op(op, op_id, replaceable, order)
+        if self.values:
+            facts.inputs, facts.outputs = self.values
+        return facts
+
+    def drop_values(self) -> None:
+        """Drop the values, and what the facts keep alive."""
+        self.values.clear()
+        if self.facts is not None:
+            self.facts.drop_values()
 
     def mark_backward_analysed(self, may_run_again: bool = True) -> None:
         """Record in the plan that all backward ops of such executions are analysed; drop the values.
@@ -534,5 +552,4 @@ class Trace:
         if not self.plan.is_backward_complete(self.needs_grad):
             for plan in self.plan.plans_with_backward:
                 plan.backward.analysed_for.add(self.needs_grad)
-        if self.facts is not None:
-            self.facts.drop_values()
+        self.drop_values()

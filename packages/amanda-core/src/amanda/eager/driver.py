@@ -217,7 +217,8 @@ class EagerDriver(EagerOps, Driver):
                 shapes = (self.shapes(call.inputs), self.shapes(values))
         if trace is not None:
             trace.shapes = shapes
-            trace.store_facts(self, facts, inputs, values)
+            # A copy: the facts of the forward contexts drop their values when the call ends.
+            trace.store_facts(self, facts.for_backward_op(None, 0, True), inputs, values)
             self.attach_trace(trace, nodes, [*values, *(call.inputs[i] for i in call.written_positions)])
 
         written = call.target_tensors(inputs, values)

@@ -86,9 +86,11 @@ def _trace_recorder(
     )
     if writes_other_tensors or any(action.differentiable for action in plan.inserted):
         return None
+    backward_facts = facts.for_backward_op(None, 0, True)
+    backward_facts.drop_values()
     if plan.is_backward_complete(needs_grad) and not plan.takes_run:
         shared_trace = Trace(facts.op_id, needs_grad, plan, run={})
-        shared_trace.store_facts(ops, facts, inputs=[], outputs=[])  # no analysis is left to read values
+        shared_trace.store_facts(ops, backward_facts, inputs=[], outputs=[])  # no analysis reads values
         attach_shared_trace: Callable[..., None] = ops.native_trace_marker(
             shared_trace, writes_input=bool(call.target_positions)
         )
@@ -97,18 +99,18 @@ def _trace_recorder(
     # Taken out of the call, which the function below would keep alive with its tensors.
     written_positions = tuple(call.written_positions)
     positions_if_none_returned = tuple(call.unreturned_positions(None))
+    take_run_dict = run_dicts.source_for_backward(actions.before, actions.after)
 
     def leave_trace(begin: int, start: int, end: int, outputs: Any, inputs: list[Any]) -> None:
         """Attach a trace of its own to an execution; begin, start, end: see `EagerOps.backward_ops_between`.
 
         Drops the op's programs where executions may share one trace from now on.
         """
-        run = run_dicts.dict_for_backward(actions.before, actions.after)
-        trace = Trace(facts.op_id, needs_grad, plan, run)
+        trace = Trace(facts.op_id, needs_grad, plan, take_run_dict())
         returned_values, _ = ops.flatten(outputs)
         values = returned_values or [inputs[i] for i in positions_if_none_returned]
         trace.shapes = (ops.shapes(inputs), ops.shapes(values))
-        trace.store_facts(ops, facts, inputs, values)
+        trace.store_facts(ops, backward_facts, inputs, values)
         if plan.is_backward_complete(needs_grad) and not plan.takes_run:
             # The program that called this function was built for incomplete analyses; build a faster one.
             call_cache.forget()

@@ -70,7 +70,7 @@ class RunDicts:
         shared_with_backward: whether the dict is passed to backward ops once the op has run, before the
         routines after it.
         """
-        # None stands for `dict_for_backward`, which begins or ends the dict if it is the first or last user.
+        # None stands for backward ops, which begin or end the dict if they are the first or last user.
         users: list[Action | None] = [action for action in before if action.takes_run]
         users += [None] if shared_with_backward else []
         users += [action for action in after if action.takes_run]
@@ -83,21 +83,23 @@ class RunDicts:
                 routine_by_action[action] = _with_run_dict(ops, action, take_dict, drop_dict)
         return routine_by_action
 
-    def dict_for_backward(self, before: Sequence[Action], after: Sequence[Action]) -> dict[str, Any]:
-        """Return the dict for the backward ops, at the moment when native code has run the op.
+    def source_for_backward(
+        self, before: Sequence[Action], after: Sequence[Action]
+    ) -> Callable[[], dict[str, Any]]:
+        """Return a function for the dict of the backward ops, to be called when native code has run the op.
 
-        Creates the dict if no routine before the op takes it, and drops it if no routine after the op does.
+        It creates the dict if no routine before the op takes it, and drops it if none after the op does.
         """
         was_begun = any(action.takes_run for action in before)
         is_needed_later = any(action.takes_run for action in after)
         if was_begun:
-            return self._dict_of_thread() if is_needed_later else self.end()
-        return self.begin() if is_needed_later else self.new_dict()
+            return self._dict_of_thread if is_needed_later else self.end
+        return self.begin if is_needed_later else self.new_dict
 
     def _dict_of_thread(self) -> dict[str, Any]:
         """Return this thread's dict; begin one where there is none."""
         run = self._dict_by_thread.get(get_ident())
-        # Where the op created no node of autograd, `dict_for_backward` has not been called.
+        # Where the op created no node of autograd, the function of `source_for_backward` was not called.
         return self.begin() if run is None else run
 
 

@@ -188,6 +188,10 @@ class TensorOps(ABC):
     def detach_value(self, value: Any) -> Any:
         """Return a value that can be stored: the same contents, detached from the graph of autodiff."""
 
+    def detach_values(self, values: Sequence[Any]) -> list[Any]:
+        """Return values that can be stored, as `detach_value` does."""
+        return [self.detach_value(value) for value in values]
+
     @abstractmethod
     def differentiable_copy(self, value: Any) -> Any:
         """Return a differentiable copy of a tensor."""

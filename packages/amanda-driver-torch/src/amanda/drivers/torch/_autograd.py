@@ -426,8 +426,8 @@ class _BackwardPass:
         The values stay if another pass may come through the graph.
         """
         self._pending_counts[id(trace)] -= 1
-        if self._is_last and not self._pending_counts[id(trace)] and trace.facts is not None:
-            trace.facts.drop_values()
+        if self._is_last and not self._pending_counts[id(trace)]:
+            trace.drop_values()
 
     def mark_backward_ops_analysed(self, may_run_again: bool) -> None:
         """Record in their plans that all backward ops of the pass's ops are analysed; drop the ops' values.

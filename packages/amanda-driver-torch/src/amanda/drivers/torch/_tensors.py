@@ -178,6 +178,19 @@ class TorchTensors:
             return [self.detach_value(item) for item in value]
         return value
 
+    def detach_values(self, values: Sequence[Any]) -> list[Any]:
+        """Return values with their tensors detached, as `detach_value` does."""
+        # Most values are results of ops: a method's call for each takes longer than to detach it.
+        has_modes = torch._C._len_torch_dispatch_stack() > 0
+        try:
+            return [
+                self.detach_value(value) if has_modes or type(value) is not torch.Tensor or value.is_leaf
+                else value.detach()
+                for value in values
+            ]  # fmt: skip
+        except RuntimeError:  # by a view of which torch does not say whether it is a leaf, see `_has_node`
+            return [self.detach_value(value) for value in values]
+
     def differentiable_copy(self, value: Any) -> Any:
         """Return a clone of a tensor, with autograd and of the same class; any other value as it is."""
         return as_class_of(value, value.clone()) if isinstance(value, torch.Tensor) else value
