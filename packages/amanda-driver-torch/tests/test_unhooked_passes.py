@@ -28,7 +28,7 @@ Disturbance = Callable[["Training"], Any]
 @pytest.fixture(autouse=True)
 def no_hooks_of_earlier_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_nodes.NodeHooks, "of_program", False)
-    monkeypatch.setattr(_repeated_passes.PassCounts, "passes_without", 0)
+    monkeypatch.setattr(_repeated_passes.PassCounts, "skipped_passes", 0)
     gc.collect()  # graphs of earlier scopes may have got hooks
     leaked = interceptor.Mark.alive()
     marks = SimpleNamespace(alive=lambda: interceptor.Mark.alive() - leaked)

@@ -20,12 +20,12 @@ class NodeHooks:
 
     Such a hook may take a gradient away: the graph alone no longer tells which gradients there are.
     on_tensors: whether tensors that are no leaves, or saved tensors, may have hooks, which may see gradients.
-    placing: number of the present patches; nobody has seen which hooks were put at nodes before them.
+    patch_number: number of the present patches; nobody has seen which hooks were put at nodes before them.
     """
 
     of_program: ClassVar[bool] = False
     on_tensors: ClassVar[bool] = False
-    placing: ClassVar[int] = 0
+    patch_number: ClassVar[int] = 0
 
 
 class QuickHooks:
@@ -76,7 +76,7 @@ def register_hooks_without_handles(patches: Patches) -> None:
 
 def _note_hooks_on_tensors(patches: Patches) -> None:
     """Note in `NodeHooks` that the program puts hooks on tensors, or on what is saved of them."""
-    NodeHooks.placing += 1
+    NodeHooks.patch_number += 1
     # A graph of an earlier scope may have got hooks since.
     NodeHooks.on_tensors = Mark.alive() > 0 or has_hooks()
 

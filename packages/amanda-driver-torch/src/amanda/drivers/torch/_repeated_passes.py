@@ -22,7 +22,7 @@ class _Probe(QuickHooks):
         """Change no gradient."""
 
 
-def makes_gradients(caller: FrameType) -> bool:
+def starts_with_torch_grads(caller: FrameType) -> bool:
     """Return True if torch has made the gradients with which a pass begins; caller: the frame that starts it.
 
     Torch hands a gradient by the program on as the same tensor, which the program still has.
@@ -107,7 +107,7 @@ _NO_PASS = -1
 _SECONDS_BETWEEN_LOOKS = 0.1  # an interrupt may end a pass without a notice
 
 
-_PASSES_WITHOUT = "passes without"  # key beside the forms, which are numbers
+_SKIPPED_PASSES = "skipped passes"  # key beside the forms, which are numbers
 
 
 class PassCounts:
@@ -122,19 +122,19 @@ class PassCounts:
         """Record of an earlier pass, by whose hooks its counts are repeated.
 
         hooks: those of its nodes, with their positions among all.  identities: traces and shapes, which the
-        record keeps alive, since a form is a hash of their ids.  placing: number of the patches under which
+        record keeps alive, since a form is a hash of their ids.  patch_number: of the patches under which
         routines have followed gradients; None where all routines count.
         """
 
         hooks: tuple[tuple[int, Hook], ...]
         identities: Sequence[Any]
-        placing: int | None
+        patch_number: int | None
 
     limit: ClassVar[int] = 16
     """Most forms that are remembered for one stack of tools."""
     unhooked: ClassVar[UnhookedPasses] = UnhookedPasses()
     """Passes that repeat an earlier one."""
-    passes_without: ClassVar[int] = 15
+    skipped_passes: ClassVar[int] = 15
     """Number of passes that learn nothing, after one whose hooks do more than count."""
 
     def __init__(self, record_by_form: dict[Any, Any], caller: FrameType) -> None:
@@ -152,11 +152,11 @@ class PassCounts:
     @classmethod
     def of(cls, record_by_form: dict[Any, Any], caller: FrameType) -> "PassCounts | None":
         """Return counts for a pass of a stack; None for some passes after one that could not be repeated."""
-        remaining = record_by_form.get(_PASSES_WITHOUT, 0)
+        remaining = record_by_form.get(_SKIPPED_PASSES, 0)
         if not remaining:
             return cls(record_by_form, caller)
         # The form of a graph takes a walk through it, in vain for a tool that looks at values.
-        record_by_form[_PASSES_WITHOUT] = remaining - 1
+        record_by_form[_SKIPPED_PASSES] = remaining - 1
         return None
 
     def look_up(self, form: Hashable, list_nodes: Callable[[], list[Any]], backward_pass: Any) -> bool:
@@ -165,7 +165,7 @@ class PassCounts:
         list_nodes: returns all of the graph, in the order of the form.
         """
         record = self._record_by_form.get(form)
-        counts_alone = record is not None and record.placing is None
+        counts_alone = record is not None and record.patch_number is None
         self._list_nodes = list_nodes
         if record is not None and not counts_alone:  # counts need no nodes
             self._nodes = list_nodes()
@@ -181,14 +181,14 @@ class PassCounts:
     def _follows_as(self, record: PassRecord) -> bool:
         """Return True if the routines of a record, which follow gradients, would record nothing new."""
         return (
-            record.placing == NodeHooks.placing
+            record.patch_number == NodeHooks.patch_number
             and self._is_unseen()
             and all(hook.repeats for _, hook in record.hooks)
         )
 
     def _is_unseen(self) -> bool:
         """Return True if nothing but torch's own nodes sees the gradients of the pass."""
-        if NodeHooks.on_tensors or torch.is_anomaly_enabled() or not makes_gradients(self._caller):
+        if NodeHooks.on_tensors or torch.is_anomaly_enabled() or not starts_with_torch_grads(self._caller):
             return False
         if _current_pass is None:  # see `UnhookedPasses`
             return False
@@ -243,12 +243,12 @@ class PassCounts:
                 position_by_id = {id(node): position for position, node in enumerate(self._nodes)}
                 # Counts need no nodes, so that none are listed for them.
                 positions = [0 if counts_alone else position_by_id[id(node)] for node, _ in node_handles]
-                placing = None if counts_alone else NodeHooks.placing
+                patch_number = None if counts_alone else NodeHooks.patch_number
                 self._record_by_form[form] = self.PassRecord(
-                    tuple(zip(positions, hooks, strict=True)), identities, placing
+                    tuple(zip(positions, hooks, strict=True)), identities, patch_number
                 )
             else:
-                self._record_by_form[_PASSES_WITHOUT] = self.passes_without
+                self._record_by_form[_SKIPPED_PASSES] = self.skipped_passes
 
     def drop_counts_to_repeat(self) -> bool:
         """Drop the counts that a failed pass was to repeat; return True if there were any."""

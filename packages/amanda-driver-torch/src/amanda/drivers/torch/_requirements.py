@@ -83,7 +83,7 @@ OPTIONAL = {
     "_C.Future.add_done_callback": "what follows a collective is done outside of the scope",
     "_C.Future.then": "what follows a collective is done outside of the scope",
     "_C._current_graph_task_id": "calls of kernels in Python and of modes in the backward pass "
-    "are seen as ops",
+    "are seen as ops, and tools that follow gradients cost more",
     "_C._get_obj_in_tls": "what autograd's threads recompute is not seen after the scope of the forward pass",
     "_C._is_key_in_tls": "what autograd's threads recompute is not seen after the scope of the forward pass",
     "_C._is_torch_function_all_disabled": "modes see what the program computes in DisableTorchFunction",
