@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from amanda.action import Action
 from amanda.eager.backward import BackwardPass, BackwardStep
-from amanda.eager.call import Call, SignatureCall, Trace
+from amanda.eager.call import Call, SignatureCall
 from amanda.eager.driver import EagerDriver
+from amanda.eager.trace import Trace
 from amanda.export.artefacts import Artefact
 from amanda.export.inlining import Inlining
 from amanda.graph.driver import CannotInstrument, GraphDriver

@@ -17,8 +17,8 @@ from amanda.plan.tools import depends_on
 from amanda.scope.state import State
 
 if TYPE_CHECKING:
-    from amanda.eager.call import Trace
     from amanda.eager.driver import EagerDriver
+    from amanda.eager.trace import Trace
     from amanda.plan.facts import OpFacts
     from amanda.plan.tool_stack import ToolStack
     from amanda.plan.tools import AnyTool

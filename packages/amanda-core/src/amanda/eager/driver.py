@@ -8,8 +8,9 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from amanda import interceptor
-from amanda.eager.call import Call, EagerOps, SavedTensors, Trace
+from amanda.eager.call import Call, EagerOps, SavedTensors
 from amanda.eager.program import cache_program
+from amanda.eager.trace import Trace
 from amanda.interceptor.opid import digest
 from amanda.plan.action import InstrumentationPoint
 from amanda.plan.analysis import OpAnalysis

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from amanda import interceptor
-from amanda.eager.call import Trace
+from amanda.eager.trace import Trace
 from amanda.plan.action import replacement_arguments, signature_error
 from amanda.plan.facts import add_note, error_note
 from amanda.plan.routine import mutation_error
