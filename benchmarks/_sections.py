@@ -47,6 +47,7 @@ def ratio(times: dict[str, Any], name: str) -> float:
 def costs(peers: Results) -> str:
     """Return a table of processor time under tools over the bare program's, and under the peers."""
     columns = {}
+    first_step = "slowest first step of these tools, over a bare step"
     for title, times in programs(peers).items():
         milliseconds = median(times["bare"]).middle * 1e3
         columns[title] = {"alone": f"{milliseconds:{'.0f' if milliseconds >= 10 else '.2g'}} ms"} | {
@@ -54,10 +55,11 @@ def costs(peers: Results) -> str:
             + (f" ({ratio(times, peer):.2f})" if peer in times else "")
             for tool, peer in PEERS.items()
         }
+        columns[title][first_step] = "not measured"
         for model, tools in peers["first"].items():
             if model.startswith(title[:4]):
                 largest = max(ratio(times, "first") for times in tools.values())
-                columns[title]["first step, the largest of all tools"] = f"{largest:.1f}"
+                columns[title][first_step] = f"{largest:.1f} x"
     return grid(columns)
 
 

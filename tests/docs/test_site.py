@@ -181,6 +181,16 @@ def _is_error(value: object) -> bool:
     return inspect.isclass(value) and issubclass(value, AmandaError)
 
 
+def test_both_front_pages_compare_alike() -> None:
+    readme, index = (
+        page.read_text().partition("\n## How it compares\n")[2]
+        for page in (ROOT / "README.md", DOCS / "index.md")
+    )
+    comparison = readme.partition("\n[Coming from")[0].replace("](docs/", "](")
+    assert "- **torch.profiler** " in comparison
+    assert comparison == index.partition("\n[Migrating]")[0]
+
+
 def test_every_dependency_is_on_the_page_about_installing() -> None:
     page = (DOCS / "install.md").read_text()
     for file in sorted(ROOT.glob("packages/*/pyproject.toml")):
