@@ -498,13 +498,17 @@ def saved() -> None:
         x = torch.randn(5, 3, 4).float() @ weight
         y = functional.dropout(functional.layer_norm(x, (4,)).softmax(-1), 0.5)
         a, _ = functional.max_pool1d(functional.gelu(y), 2, return_indices=True)
+        # Ops whose last node saves nothing, and leads on to one that does.
+        b = functional.linear(a.transpose(0, 1), weight[:, :2])
+        a = functional.linear(b.transpose(0, 1), weight[1:3])
         parts = torch.split(lstm(y)[0], [2, 4], dim=2)
         with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved.clone(), lambda packed: packed):
             z = parts[0].exp().sum() + functional.cross_entropy(x[0], torch.tensor([0, 1, 2]))
+            z = z + functional.linear(a, weight[:, 1:3]).sum()
         doubled = Doubled.apply(x)  # type: ignore[no-untyped-call]
         total = z + parts[1].std() + a.sum() + (x.var(0) * doubled.sum().to(torch.float64)).sum()
         total.backward()
-        del total, z, parts, doubled
+        del total, z, parts, doubled, a, b
 
 
 @pytest.mark.parametrize(
@@ -525,19 +529,36 @@ def test_profile_tells_the_memory_that_it_tells_when_python_looks(
     assert results[0] == results[1]
 
 
-@native_alone
-@pytest.mark.parametrize("make", [NanTool, StatsTool, ProfileTool])
-def test_native_code_serves_the_steps_of_an_optimizer(
-    make: Callable[[], amanda.Tool], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def calls_of(monkeypatch: pytest.MonkeyPatch, *observers: type) -> list[str]:
+    """Return a list to which each call of an observer by Python adds the observer's class."""
     calls: list[str] = []
-    for observer in (FiniteObserver, StorageObserver, MomentsObserver):
+    for observer in observers:
 
         def record(self: Any, *values: Any, call: Any = observer.__call__, **options: Any) -> None:
             calls.append(type(self).__name__)
             call(self, *values, **options)
 
         monkeypatch.setattr(observer, "__call__", record)
+    return calls
+
+
+@native_alone
+def test_native_code_follows_the_memory_of_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = calls_of(monkeypatch, StorageObserver)
+    x = torch.ones(4, 4, requires_grad=True)
+    with amanda.apply(ProfileTool()):
+        for _ in range(4):
+            calls.clear()
+            (x[:, 1:3].exp() * x[1:, 0].sum()).sum().backward()
+    assert calls == []
+
+
+@native_alone
+@pytest.mark.parametrize("make", [NanTool, StatsTool, ProfileTool])
+def test_native_code_serves_the_steps_of_an_optimizer(
+    make: Callable[[], amanda.Tool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = calls_of(monkeypatch, FiniteObserver, StorageObserver, MomentsObserver)
     x, momentum = torch.ones(8), torch.zeros(8)
     with amanda.apply(make()):
         for _ in range(4):

@@ -198,6 +198,8 @@ def _note_death(deaths: deque[tuple[int, int]], address: int) -> Callable[[Any],
 class StorageObserver:
     """Base of observers that follow the storages of an op's values; Python calls them in any case.
 
+    notes_number: whether native code notes numbers for `take_number`.
+
     Args:
         tracker: Tracker of the storages.
         number: Number of the op, whose storages are those of its outputs that are not known yet.
@@ -211,6 +213,7 @@ class StorageObserver:
         saved: "SavedTensorReader | None" = None,
     ) -> None:  # fmt: skip
         self.before = before
+        self.notes_number = True
 
     def take_number(self) -> int:
         """Return the number of the next backward op before the execution; -1 if Python has begun it."""

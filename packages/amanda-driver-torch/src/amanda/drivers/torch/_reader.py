@@ -158,16 +158,25 @@ def _element_layout(libraries: "Libraries") -> tuple[Any, ...] | None:
 
     None if this torch keeps them elsewhere: Python then reads numbers, which takes longer.
     """
-    samples = [torch.zeros(4)[start:] for start in (1, 3, 2)]
+    starts, lengths = [1, 3, 2], [4, 9, 5]
+    samples = [torch.zeros(length)[start:] for start, length in zip(starts, lengths, strict=True)]
     storages = [sample.untyped_storage() for sample in samples]
-    addresses = [storage.data_ptr() for storage in storages]
     kinds = [(torch.zeros(1, dtype=dtype), width, mask) for dtype, (width, mask) in _EXPONENTS.items()]
-    for offset in range(0, 8 * _WORD, _WORD):
-        if [ctypes.c_void_p.from_address(storage._cdata + offset).value for storage in storages] == addresses:
-            start = _first_offset(lambda place: _words_at(ctypes.c_int64, samples, place) == [1, 3, 2])
-            strides = libraries.address("aoti_torch_get_strides")
-            return offset, start, *_negation_key(), strides, tuple(kinds)
-    return None
+
+    def offset_of(words: list[int]) -> int | None:
+        """Return the offset of a word in the storages; None if there is none."""
+        for offset in range(0, 10 * _WORD, _WORD):
+            if [ctypes.c_uint64.from_address(storage._cdata + offset).value for storage in storages] == words:
+                return offset
+        return None
+
+    data = offset_of([storage.data_ptr() for storage in storages])
+    size = offset_of([storage.nbytes() for storage in storages])
+    if data is None or size is None:
+        return None
+    start = _first_offset(lambda place: _words_at(ctypes.c_int64, samples, place) == starts)
+    strides = libraries.address("aoti_torch_get_strides")
+    return data, size, start, *_negation_key(), strides, tuple(kinds)
 
 
 def _negation_key() -> tuple[int, int]:

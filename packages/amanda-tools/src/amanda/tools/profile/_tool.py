@@ -364,6 +364,7 @@ class ProfileTool(amanda.Tool):
             recorder.follow(storages_of(inputs), None)
 
         before = StorageObserver(follow_inputs, lambda: before, recorder.storages, op_profile.index)
+        before.notes_number = is_forward  # only what forward ops save is followed
 
         def observer_after(profile: OpProfile) -> StorageObserver:
             def follow_outputs(*outputs: Any) -> None:

@@ -22,7 +22,8 @@ static int is_list(PyObject *value) { return PyTuple_Check(value) || PyList_Chec
 /* Whether native code knows which tensors a value holds. */
 static int is_readable(const Reader *reader, PyObject *value, int depth) {
     const void *data;
-    if (reader_is_tensor(reader, value)) return reader_storage(reader, value, &data) != NULL;
+    int64_t size;
+    if (reader_is_tensor(reader, value)) return reader_storage(reader, value, &data, &size) != NULL;
     if (!is_list(value)) return reader_is_plain(reader, value) || PySlice_Check(value);
     if (!depth) return 0;
     for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(value); i++)

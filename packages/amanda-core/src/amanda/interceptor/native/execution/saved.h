@@ -20,6 +20,6 @@ typedef struct {
 int add_maker(const SavedTensorReader *self, PyObject *tensor, BackwardOps *ops); /* -1: an exception */
 /* Visit what ops, and those that they lead on to, have saved: the ops with numbers from first to before end.  Returns the
    last result of the visitor. */
-int visit_saved(const SavedTensorReader *self, BackwardOps *ops, uint64_t first, uint64_t end, SavedVisitor visit, void *context);
+int visit_saved(SavedTensorReader *self, BackwardOps *ops, uint64_t first, uint64_t end, SavedVisitor visit, void *context);
 
 #endif

@@ -37,17 +37,14 @@ typedef struct {
     char recording;
 } StorageTracker;
 
-/* Callback of the weak reference to a storage, which the tracker owns; called when the storage ends. */
+/* A storage that is followed; also the callback of the weak reference to it, called when the storage ends. */
 typedef struct {
     PyObject_HEAD
+    vectorcallfunc vectorcall;
     StorageTracker *tracker; /* borrowed; NULL: the tracker has ended, or has forgotten the storage */
+    PyObject *reference;     /* owned */
     uint64_t address;
-} Death;
-
-typedef struct {
-    PyObject *reference; /* owned */
-    Death *death;        /* owned */
-    const void *data;    /* address of its memory, by which a resize is seen; NULL: none, or not read */
+    const void *data; /* address of its memory, by which a resize is seen; NULL: none, or not read */
     int64_t size;
     int owner, account;
 } LiveStorage;
@@ -58,11 +55,12 @@ typedef struct StorageObserver {
     struct StorageObserver *before; /* owned; the observer before the op; NULL: this one is */
     SavedTensorReader *saved; /* owned; reads what the op has saved for its backward ops; NULL: Python does */
     int number;          /* of the op */
+    char notes_number;   /* whether an execution of the op notes the clock in `number_by_thread` */
     Map number_by_thread; /* the reader's clock before the execution under way on a thread, plus 1 */
 } StorageObserver;
 
-static PyTypeObject StorageTracker_Type, Death_Type;
-static PyObject *name_untyped_storage, *name_nbytes, *name_cpu;
+static PyTypeObject StorageTracker_Type, LiveStorage_Type;
+static PyObject *name_untyped_storage, *name_cpu;
 
 /* ---- accounts ---- */
 
@@ -129,7 +127,9 @@ static int account_of(StorageTracker *tracker, PyObject *device) { /* -1: an exc
         return -1;
     }
     tracker->accounts = accounts;
-    accounts[tracker->account_count] = (Account){.device = Py_NewRef(device), .peak = tracker->recording ? 0 : -1};
+    Account *account = &accounts[tracker->account_count];
+    *account = (Account){.device = Py_NewRef(device), .peak = tracker->recording ? 0 : -1};
+    PyUnicode_InternInPlace(&account->device); /* as native code's own name is: found without a comparison of texts */
     return tracker->account_count++;
 }
 
@@ -166,10 +166,9 @@ static int add_bytes(StorageTracker *tracker, Account *account, int owner, int64
 /* ---- live storages ---- */
 
 static void drop_live_storage(LiveStorage *live) {
-    live->death->tracker = NULL;
-    Py_DECREF(live->death);
-    Py_DECREF(live->reference);
-    PyMem_Free(live);
+    live->tracker = NULL;
+    Py_CLEAR(live->reference);
+    Py_DECREF(live);
 }
 
 /* Subtract the bytes of a storage that has ended. */
@@ -180,8 +179,9 @@ static void forget_storage(StorageTracker *tracker, uint64_t address) {
     drop_live_storage(live);
 }
 
-static PyObject *death_call(Death *self, PyObject *Py_UNUSED(args), PyObject *Py_UNUSED(kwargs)) {
-    if (self->tracker) forget_storage(self->tracker, self->address);
+static PyObject *call_at_end(PyObject *self, PyObject *const *Py_UNUSED(args), size_t Py_UNUSED(flags), PyObject *Py_UNUSED(names)) {
+    LiveStorage *live = (LiveStorage *)self;
+    if (live->tracker) forget_storage(live->tracker, live->address);
     Py_RETURN_NONE;
 }
 
@@ -210,32 +210,32 @@ static int follow(StorageTracker *tracker, PyObject *storage, uint64_t address, 
         resize(tracker, live, data, size);
         return 0;
     }
-    Death *death = PyObject_New(Death, &Death_Type);
-    if (!death) return -1;
-    death->tracker = NULL;
-    death->address = address;
-    PyObject *reference = PyWeakref_NewRef(storage, (PyObject *)death); /* a garbage collection may run Python here */
-    live = reference ? map_get(&tracker->live_storages, address) : NULL;
+    LiveStorage *added = PyObject_New(LiveStorage, &LiveStorage_Type);
+    if (!added) return -1;
+    added->vectorcall = call_at_end;
+    added->tracker = NULL;
+    added->reference = PyWeakref_NewRef(storage, (PyObject *)added); /* a garbage collection may run Python here */
+    added->address = address;
+    added->data = data;
+    added->size = size;
+    added->owner = owner;
+    added->account = account;
+    live = added->reference ? map_get(&tracker->live_storages, address) : NULL;
     if (live && is_of(live, storage)) {
-        Py_DECREF(reference);
-        Py_DECREF(death);
+        drop_live_storage(added);
         resize(tracker, live, data, size);
         return 0;
     }
     if (live) forget_storage(tracker, address); /* its death was not heard */
-    live = reference ? PyMem_Calloc(1, sizeof *live) : NULL;
-    if (!live || map_set(&tracker->live_storages, address, live)) {
+    if (!added->reference || map_set(&tracker->live_storages, address, added)) {
         if (!PyErr_Occurred()) PyErr_NoMemory();
-        Py_XDECREF(reference);
-        Py_DECREF(death);
-        PyMem_Free(live);
+        drop_live_storage(added);
         return -1;
     }
-    *live = (LiveStorage){reference, death, data, size, owner, account};
-    death->tracker = tracker;
+    added->tracker = tracker;
     if (!add_bytes(tracker, &tracker->accounts[account], owner, size)) return 0;
     map_remove(&tracker->live_storages, address);
-    drop_live_storage(live);
+    drop_live_storage(added);
     return -1;
 }
 
@@ -245,20 +245,18 @@ typedef enum { FOLLOW_FAILED = -1, LEFT, FOLLOWED } Following; /* FAILED: an exc
 
 static Following follow_tensor(const StorageObserver *self, const Reader *reader, PyObject *value) {
     const void *data;
+    int64_t size;
     StorageTracker *tracker = self->tracker;
-    const void *address = reader_storage(reader, value, &data);
+    const void *address = reader_storage(reader, value, &data, &size);
     if (!address) return LEFT;
     LiveStorage *live = map_get(&tracker->live_storages, (uint64_t)(uintptr_t)address);
     if (live && data && live->data == data) return FOLLOWED;
     Memory memory;
     if (!reader_host_memory(reader, value, &memory)) return LEFT;
     PyObject *storage = PyObject_CallMethodNoArgs(value, name_untyped_storage);
-    PyObject *size = storage ? PyObject_CallMethodNoArgs(storage, name_nbytes) : NULL;
-    int account = size ? account_of(tracker, name_cpu) : -1, failed = 1;
-    long long bytes = account < 0 ? -1 : PyLong_AsLongLong(size);
-    if (account >= 0 && !PyErr_Occurred())
-        failed = follow(tracker, storage, (uint64_t)(uintptr_t)address, data, bytes, account, self->before ? self->number : OLDER);
-    Py_XDECREF(size);
+    int account = storage ? account_of(tracker, name_cpu) : -1, failed = 1;
+    if (account >= 0)
+        failed = follow(tracker, storage, (uint64_t)(uintptr_t)address, data, size, account, self->before ? self->number : OLDER);
     Py_XDECREF(storage);
     return failed ? FOLLOW_FAILED : FOLLOWED;
 }
@@ -271,7 +269,7 @@ static Following follow_value(const StorageObserver *self, const Reader *reader,
         if (following != FOLLOWED || !ops || !reader_needs_gradient(reader, value) || reader_is_leaf(reader, value)) return following;
         return !self->saved ? LEFT : add_maker(self->saved, value, ops) ? FOLLOW_FAILED : FOLLOWED;
     }
-    if (!PyList_CheckExact(value) && !PyTuple_CheckExact(value)) return reader_is_plain(reader, value) ? FOLLOWED : LEFT;
+    if (!PyList_CheckExact(value) && !PyTuple_CheckExact(value)) return reader_is_plain(reader, value) || PySlice_Check(value) ? FOLLOWED : LEFT;
     Following following = FOLLOWED;
     for (Py_ssize_t i = 0; following == FOLLOWED && i < PySequence_Fast_GET_SIZE(value); i++) {
         PyObject *item = Py_NewRef(PySequence_Fast_GET_ITEM(value, i)); /* a list may lose it */
@@ -308,7 +306,8 @@ static Observation observe_storages(Observer *observer, Thread *thread, const Re
                                     Py_ssize_t count, const OpInputs *Py_UNUSED(op_inputs)) {
     StorageObserver *self = (StorageObserver *)observer;
     if (!self->tracker) return CALL_PYTHON;
-    if (!self->before && map_set(&self->number_by_thread, (uint64_t)(uintptr_t)thread, (void *)(uintptr_t)(reader_clock(reader) + 1)))
+    if (!self->before && self->notes_number &&
+        map_set(&self->number_by_thread, (uint64_t)(uintptr_t)thread, (void *)(uintptr_t)(reader_clock(reader) + 1)))
         return CALL_PYTHON;
     Following following = FOLLOWED;
     BackwardOps ops = {0};
@@ -322,11 +321,12 @@ static Observation observe_storages(Observer *observer, Thread *thread, const Re
 
 /* ---- for Python ---- */
 
-static PyTypeObject Death_Type = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "amanda.interceptor.Death",
-    .tp_basicsize = sizeof(Death),
-    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
-    .tp_call = (ternaryfunc)death_call,
+static PyTypeObject LiveStorage_Type = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "amanda.interceptor.LiveStorage",
+    .tp_basicsize = sizeof(LiveStorage),
+    .tp_vectorcall_offset = offsetof(LiveStorage, vectorcall),
+    .tp_call = PyVectorcall_Call,
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_DISALLOW_INSTANTIATION,
     .tp_doc = "Callback of a storage's weak reference.",
 };
 
@@ -511,6 +511,7 @@ static PyObject *observer_new(PyTypeObject *type, PyObject *Py_UNUSED(args), PyO
     if (!self) return NULL;
     self->base.observe = observe_storages;
     self->base.reads = SELECTED_VALUES;
+    self->notes_number = 1;
     return (PyObject *)self;
 }
 
@@ -553,6 +554,11 @@ static PyMethodDef observer_methods[] = {
      "native code has not begun the execution."},
     {0}};
 
+static PyMemberDef observer_members[] = {
+    {"notes_number", T_BOOL, offsetof(StorageObserver, notes_number), 0,
+     "Whether native code notes the number of the next backward op before the op, for `take_number`; true at first."},
+    {0}};
+
 static PyTypeObject StorageObserver_Type = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "amanda.interceptor.StorageObserver",
     .tp_basicsize = sizeof(StorageObserver),
@@ -567,12 +573,12 @@ static PyTypeObject StorageObserver_Type = {
     .tp_dealloc = (destructor)observer_dealloc,
     .tp_traverse = (traverseproc)observer_traverse,
     .tp_methods = observer_methods,
+    .tp_members = observer_members,
 };
 
 int storages_boot(PyObject *names) {
     name_untyped_storage = PyUnicode_InternFromString("untyped_storage");
-    name_nbytes = PyUnicode_InternFromString("nbytes");
     name_cpu = PyUnicode_InternFromString("cpu");
-    if (!name_untyped_storage || !name_nbytes || !name_cpu || PyType_Ready(&Death_Type)) return -1;
+    if (!name_untyped_storage || !name_cpu || PyType_Ready(&LiveStorage_Type)) return -1;
     return add_type(names, "StorageTracker", &StorageTracker_Type) || add_type(names, "StorageObserver", &StorageObserver_Type);
 }

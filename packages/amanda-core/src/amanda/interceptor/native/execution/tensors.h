@@ -24,8 +24,8 @@ typedef struct {
 /* Whether a value is a plain tensor in host memory of a known element type; the span of a view has the numbers between its
    elements too. */
 int reader_host_memory(const Reader *reader, PyObject *tensor, Memory *memory);
-/* Address of a plain tensor's storage, and of its memory, which may be NULL; NULL: only Python can tell. */
-const void *reader_storage(const Reader *reader, PyObject *tensor, const void **data);
+/* Address of a plain tensor's storage, of its memory, which may be NULL, and its bytes; NULL: only Python can tell. */
+const void *reader_storage(const Reader *reader, PyObject *tensor, const void **data, int64_t *size);
 /* Where the elements of a plain tensor lie in its storage, in elements from the start.  kind: of element type and device. */
 typedef struct {
     const void *storage;

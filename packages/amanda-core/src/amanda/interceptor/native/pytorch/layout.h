@@ -54,7 +54,8 @@ struct Reader {
     Predicate is_leaf;
     Py_ssize_t storage;                  /* offset in the TensorImpl of the pointer to the storage */
     struct { /* of numbers in host memory; count 0: only Python reads them */
-        Py_ssize_t data, start; /* offsets: in the storage, of the pointer to its memory; in the TensorImpl, of 64 bits */
+        Py_ssize_t data, size, start; /* offsets: in the storage, of the pointer to its memory and of its bytes; in the
+                                         TensorImpl, of 64 bits */
         Sizes strides;
         Py_ssize_t keys;        /* offset in the TensorImpl of 64 bits, */
         uint64_t lazy_key;      /* of which this one says that the elements are the negatives of what is in memory */

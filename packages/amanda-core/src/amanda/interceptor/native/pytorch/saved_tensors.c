@@ -7,6 +7,7 @@ struct SavedTensorReader {
     PyObject_HEAD
     PyObject *maker, *next, *number;  /* owned; names */
     PyObject *attributes, *is_packed; /* owned; functions */
+    Map attributes_by_type;           /* static type of an op -> what `attributes` has returned for it, owned */
 };
 
 /* ---- ops ---- */
@@ -46,9 +47,24 @@ static int is_between(const SavedTensorReader *self, PyObject *op, uint64_t firs
     return PyErr_Occurred() ? -1 : first <= number && number < end;
 }
 
-static int visit_attributes(const SavedTensorReader *self, PyObject *op, SavedVisitor visit, void *context) {
-    PyObject *names = PyObject_CallOneArg(self->attributes, (PyObject *)Py_TYPE(op));
-    int result = names && PyList_Check(names) ? 0 : -1;
+/* The names of the attributes of an op's type that read what it has saved; new; NULL: an exception. */
+static PyObject *attributes_of(SavedTensorReader *self, PyTypeObject *type) {
+    PyObject *names = map_get(&self->attributes_by_type, (uint64_t)(uintptr_t)type);
+    if (names) return Py_NewRef(names);
+    names = PyObject_CallOneArg(self->attributes, (PyObject *)type);
+    if (names && !PyList_Check(names)) {
+        PyErr_SetString(PyExc_TypeError, "the attributes of an op are no list");
+        Py_CLEAR(names);
+    }
+    /* Types on the heap, which a program has made, may end, and another one have the address. */
+    if (!names || PyType_HasFeature(type, Py_TPFLAGS_HEAPTYPE)) return names;
+    PyObject *earlier = map_get(&self->attributes_by_type, (uint64_t)(uintptr_t)type); /* the function may run Python */
+    if (!earlier && !map_set(&self->attributes_by_type, (uint64_t)(uintptr_t)type, names)) Py_INCREF(names);
+    return names;
+}
+
+static int visit_attributes(PyObject *names, PyObject *op, SavedVisitor visit, void *context) {
+    int result = 0;
     for (Py_ssize_t i = 0; !result && i < PyList_GET_SIZE(names); i++) {
         PyObject *value = PyObject_GetAttr(op, PyList_GET_ITEM(names, i));
         if (value) result = visit(value, context);
@@ -56,8 +72,6 @@ static int visit_attributes(const SavedTensorReader *self, PyObject *op, SavedVi
         else result = -1;
         Py_XDECREF(value);
     }
-    if (names && result == -1 && !PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "the attributes of an op are no list");
-    Py_XDECREF(names);
     return result;
 }
 
@@ -73,6 +87,8 @@ static int push_next(const SavedTensorReader *self, BackwardOps *ops, PyObject *
     return failed;
 }
 
+#define NOT_ASKED (-2)
+
 /* Whether hooks pack what ops save now: to read it would run them.  -1: an exception. */
 static int is_packed(const SavedTensorReader *self) {
     PyObject *answer = PyObject_CallNoArgs(self->is_packed);
@@ -81,30 +97,38 @@ static int is_packed(const SavedTensorReader *self) {
     return packed;
 }
 
-int visit_saved(const SavedTensorReader *self, BackwardOps *ops, uint64_t first, uint64_t end, SavedVisitor visit, void *context) {
+static int add_visited(Map *visited, PyObject *op) { /* -1: an exception */
+    if (!map_set(visited, (uint64_t)(uintptr_t)op, op)) {
+        Py_INCREF(op);
+        return 0;
+    }
+    PyErr_NoMemory();
+    return -1;
+}
+
+int visit_saved(SavedTensorReader *self, BackwardOps *ops, uint64_t first, uint64_t end, SavedVisitor visit, void *context) {
     Map visited = {0}; /* op -> the op, owned */
-    int packed = first < end ? is_packed(self) : 1, result = packed < 0 ? -1 : 0;
-    uint64_t unmet = first < end ? end - first : 0; /* numbers of the range: once all are met no op leads on to more */
-    while (!result && ops->count) {
+    int packed = NOT_ASKED, result = 0;
+    uint64_t unmet = first < end ? end - first : 0; /* numbers of the range: once all are met there is no further op */
+    while (!result && unmet && ops->count) {
         PyObject *op = ops->ops[--ops->count];
-        int is_due = packed || map_get(&visited, (uint64_t)(uintptr_t)op) ? 0 : is_between(self, op, first, end);
-        if (is_due > 0 && !map_set(&visited, (uint64_t)(uintptr_t)op, op)) {
-            unmet--;
-            result = visit_attributes(self, op, visit, context);
-            if (!result && unmet && push_next(self, ops, op)) result = -1;
-            continue;
+        int is_due = map_get(&visited, (uint64_t)(uintptr_t)op) ? 0 : is_between(self, op, first, end);
+        PyObject *names = is_due > 0 ? attributes_of(self, Py_TYPE(op)) : NULL;
+        if (is_due && !names) result = -1;
+        if (names && PyList_GET_SIZE(names)) {
+            if (packed == NOT_ASKED) packed = is_packed(self);
+            result = packed ? packed : visit_attributes(names, op, visit, context);
         }
+        if (names && !result && --unmet && (add_visited(&visited, op) || push_next(self, ops, op))) result = -1;
+        Py_XDECREF(names);
         Py_DECREF(op);
-        if (!is_due) continue;
-        if (is_due > 0) PyErr_NoMemory();
-        result = -1;
     }
     for (size_t i = 0; i < visited.size; i++) Py_XDECREF((PyObject *)visited.cells[i].value);
     map_clear(&visited);
     while (ops->count) Py_DECREF(ops->ops[--ops->count]);
     PyMem_Free(ops->ops);
     *ops = (BackwardOps){0};
-    return result;
+    return packed > 0 ? 0 : result;
 }
 
 /* ---- for Python ---- */
@@ -136,6 +160,8 @@ static void saved_dealloc(SavedTensorReader *self) {
     Py_CLEAR(self->number);
     Py_CLEAR(self->attributes);
     Py_CLEAR(self->is_packed);
+    for (size_t i = 0; i < self->attributes_by_type.size; i++) Py_XDECREF((PyObject *)self->attributes_by_type.cells[i].value);
+    map_clear(&self->attributes_by_type);
     Py_TYPE(self)->tp_free(self);
 }
 

@@ -307,11 +307,13 @@ const void *reader_memory(const Reader *reader, PyObject *value) {
     return tensor ? *(const void *const *)((const char *)tensor + reader->storage) : NULL;
 }
 
-const void *reader_storage(const Reader *reader, PyObject *value, const void **data) {
+const void *reader_storage(const Reader *reader, PyObject *value, const void **data, int64_t *size) {
     const char *tensor = reader->elements.count && reader_is_tensor(reader, value) ? impl_with_layout(reader, value) : NULL;
     const char *storage = tensor ? *(const char *const *)(tensor + reader->storage) : NULL;
-    if (storage) *data = *(const void *const *)(storage + reader->elements.data);
-    return storage;
+    if (!storage) return NULL;
+    *data = *(const void *const *)(storage + reader->elements.data);
+    *size = *(const int64_t *)(storage + reader->elements.size);
+    return *size < 0 ? NULL : storage; /* a symbolic size */
 }
 
 /* Whether sizes and strides are those of a permutation of a contiguous tensor. */
@@ -504,7 +506,7 @@ static int read_elements(Reader *reader, PyObject *tuple) {
     unsigned long long strides, exponent;
     PyObject *kinds, *sample;
     unsigned long long lazy_key;
-    if (!PyArg_ParseTuple(tuple, "nnnKKO!", &reader->elements.data, &reader->elements.start, &reader->elements.keys, &lazy_key,
+    if (!PyArg_ParseTuple(tuple, "nnnnKKO!", &reader->elements.data, &reader->elements.size, &reader->elements.start, &reader->elements.keys, &lazy_key,
                           &strides, &PyTuple_Type, &kinds))
         return -1;
     reader->elements.lazy_key = lazy_key;
@@ -671,8 +673,8 @@ PyTypeObject Reader_Type = {
               "wrappers: of function transforms around tensors: the index of their mode, the offset, in the object that the\n"
               "handle of a wrapper points to, of the handle of the wrapped tensor, and a wrapper of each kind.  In that mode\n"
               "a key tells whether a call has work, and no program may be learned under it.\n"
-              "elements: of numbers in host memory: the offset, in a storage, of the pointer to its memory; the offset, in the\n"
-              "object that a handle points to, of 64 bits with the place of the first element; that of 64 bits of which one, the\n"
+              "elements: of numbers in host memory: the offsets, in a storage, of the pointer to its memory and of 64 bits with\n"
+              "its bytes; in the object that a handle points to, of 64 bits with the place of the first element; that of 64 bits of which one, the\n"
               "next item, is set where elements are negatives of what is in memory; the address of `int32_t\n"
               "strides(handle *, int64_t **out)`; and for each element type a tensor, the bytes of an element, and the\n"
               "bits that are all set in an element that is not finite, 0 for integers.",
