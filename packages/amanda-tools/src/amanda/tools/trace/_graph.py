@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -92,9 +92,9 @@ class Op:
         return (*indices_at(self.outputs), *self.writes)
 
 
-def indices_at(positions: Sequence[Position]) -> Iterator[int]:
-    """Yield the tensor indices at positions."""
-    return (index for index in leaves(positions) if index is not None)
+def indices_at(positions: Sequence[Position]) -> list[int]:
+    """Return the tensor indices at positions."""
+    return [index for index in leaves(positions) if index is not None]
 
 
 def map_position(function: Callable[[Any], int | None], value: Any, keep: bool = False) -> Position:
@@ -104,7 +104,7 @@ def map_position(function: Callable[[Any], int | None], value: Any, keep: bool =
     """
     if not isinstance(value, (list, tuple)):
         return None if value is None else function(value)
-    indices: Any = tuple(map_position(function, item, keep) for item in value)
+    indices: Any = tuple([map_position(function, item, keep) for item in value])
     return indices if keep or any(item is not None for item in indices) else None
 
 
@@ -384,10 +384,11 @@ class GraphRecorder:
         return index
 
     def _roots(self, positions: tuple[Position, ...]) -> tuple[Position, ...]:
-        return tuple(
-            map_position(lambda index: self.tensors[index].root, position, keep=True)
+        return tuple([
+            self._roots(position) if isinstance(position, tuple)  # a list of tensors
+            else None if position is None else self.tensors[position].root
             for position in positions
-        )  # fmt: skip
+        ])  # fmt: skip
 
     def add_record(self, program_op: ProgramOp, recorded: RecordedOp, writes: Mapping[int, int]) -> None:
         """Add a recorded op to those of which native code counts further executions.

@@ -258,7 +258,7 @@ class ExecutionTracker:
         # A repeated execution adds no op: its tensors take the indices of the first one.
         repeated_op = self._matching_op(program_op, inputs, recomputed)
         if repeated_op is None:
-            input_positions = tuple(map_position(self._tensors.record_input, value) for value in inputs)
+            input_positions = tuple([map_position(self._tensors.record_input, value) for value in inputs])
         else:
             input_positions = self._recorder.ops[repeated_op].inputs
             self._tensors.set_indices(inputs, input_positions, only_changed=True)
@@ -379,7 +379,7 @@ class ExecutionTracker:
         self.before_op(*context.get_inputs(), program_op=program_op)
         self.after_op(*(context.get_outputs() or ()), program_op=program_op)
         for index in program_op.ops:
-            self.values.note_call(context, list(indices_at(self._recorder.ops[index].inputs)))
+            self.values.note_call(context, indices_at(self._recorder.ops[index].inputs))
 
     def current_inputs(self, context: amanda.OpContext) -> list[int]:
         """Return the indices of the inputs that a context's op has now; of a backward op, of the gradients.
@@ -400,7 +400,7 @@ class ExecutionTracker:
         if not program_op.ops:
             return None
         # Roots, not indices: a parameter that an optimizer has written since is the same input.
-        roots = tuple(map_position(self._tensors.root_of, value) for value in inputs)
+        roots = tuple([map_position(self._tensors.root_of, value) for value in inputs])
         for index in program_op.ops:
             if roots_agree(roots, self._recorder.ops[index].input_roots):
                 return index
@@ -429,7 +429,7 @@ class ExecutionTracker:
             states = [state for state in execution.input_states if state is not None]
             op = recorded.index
             record_output = partial(self._tensors.record_output, program_op, op=op, input_states=states)
-            recorded.outputs = tuple(map_position(record_output, output, keep=True) for output in outputs)
+            recorded.outputs = tuple([map_position(record_output, output, keep=True) for output in outputs])
         self._tensors.set_indices(outputs, recorded.outputs)
 
     def _written_inputs(self, program_op: ProgramOp, execution: OpenExecution) -> dict[int, Any]:
