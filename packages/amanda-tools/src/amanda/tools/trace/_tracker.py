@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import lru_cache, partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -116,7 +115,7 @@ class LiveTensors:
         kind, name = "gradient", None
         if earlier_index is not None:
             earlier_tensor = self._recorder.tensors[earlier_index]
-            kind, name = earlier_tensor.tensor.kind, earlier_tensor.tensor.name
+            kind, name = earlier_tensor.kind, earlier_tensor.name
             # A write of a part leaves the rest, so the op reads the earlier tensor as well.
             earlier_tensor.consumers[op] = None
         new_tensor = self.values.describe(tensor, kind=kind, name=name, producer=op, alias_of=earlier_index)
@@ -192,12 +191,12 @@ class LiveTensors:
             alias = self._index_of_input_sharing_memory(value, input_states)
         if alias is not None:
             aliased_tensor = self._recorder.tensors[alias]
-            if is_input and program_op.symbolic and aliased_tensor.tensor.producer is None:
+            if is_input and program_op.symbolic and aliased_tensor.producer is None:
                 # A loop of a graph reads the tensor before this op makes it.
-                aliased_tensor.tensor = replace(aliased_tensor.tensor, producer=op, kind=kind)
+                aliased_tensor.producer, aliased_tensor.kind = op, kind
                 return alias
-            if not kind or (is_input and aliased_tensor.tensor.kind in _STATE_KINDS):
-                kind, name = aliased_tensor.tensor.kind, aliased_tensor.tensor.name
+            if not kind or (is_input and aliased_tensor.kind in _STATE_KINDS):
+                kind, name = aliased_tensor.kind, aliased_tensor.name
         new_tensor = self.values.describe(value, kind=kind, name=name, producer=op, alias_of=alias)
         return self._recorder.add_tensor(new_tensor, is_input, from_outside=program_op.facts.brings_in)
 
