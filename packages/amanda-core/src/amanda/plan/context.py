@@ -516,7 +516,7 @@ class OpContext(dict[str, Any]):
         if routine is None:
             return
         positions = None if select is None else selected_positions(self._facts, kind, select)
-        action = Action(kind, routine, self._tool, positions, dict(kwargs) if kwargs else NO_KWARGS, reads)
+        action = Action(kind, routine, self._tool, positions, kwargs or NO_KWARGS, reads)
         if action.takes_shapes and not self.is_eager():
             raise ActionError(
                 f"{action} has a keyword `shapes`, which eager mode alone gives; {self._facts.name} is an op "

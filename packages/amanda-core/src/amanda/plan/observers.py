@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from itertools import count
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
@@ -237,6 +236,7 @@ class RepeatObserver(interceptor.RepeatObserver):
     """
 
     __amanda_marks__ = frozenset({"observer"})
+    __slots__ = ("_after", "_routine")  # there are two for each op
 
     def __init__(
         self, routine: Callable[..., None], records: interceptor.ExecutionRecords, after: bool = False
@@ -252,8 +252,13 @@ class RepeatObserver(interceptor.RepeatObserver):
         return observer
 
     def __call__(self, *values: Any, **options: Any) -> None:
-        with _recording(self.records.live):
+        """Call the routine; native code on other threads calls Python meanwhile, which waits for the lock."""
+        live = self.records.live
+        live.busy += 1
+        try:
             self._routine(*values, recomputed=self.recomputes, **options)
+        finally:
+            live.busy -= 1
 
 
 # A class of its own: it is not called in recomputations, and has no attribute `recomputed`.
@@ -269,6 +274,7 @@ class BackwardRepeatObserver(interceptor.RepeatObserver):
     """
 
     __amanda_marks__ = frozenset({"observer"})
+    __slots__ = ("_routine",)
 
     def __init__(
         self, routine: Callable[..., None], records: interceptor.ExecutionRecords,
@@ -278,18 +284,13 @@ class BackwardRepeatObserver(interceptor.RepeatObserver):
         self._routine = routine
 
     def __call__(self, *values: Any, **options: Any) -> None:
-        with _recording(self.records.live):
+        """Call the routine; native code on other threads calls Python meanwhile, which waits for the lock."""
+        live = self.records.live
+        live.busy += 1
+        try:
             self._routine(*values, **options)
-
-
-@contextmanager
-def _recording(live: interceptor.LiveTensors) -> Iterator[None]:
-    """Make native code on other threads call Python, which waits for the tool's lock."""
-    live.busy += 1
-    try:
-        yield
-    finally:
-        live.busy -= 1
+        finally:
+            live.busy -= 1
 
 
 # A protocol: drivers store more about a place than this room knows.

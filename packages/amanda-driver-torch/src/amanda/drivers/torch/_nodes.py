@@ -62,7 +62,7 @@ def register_hooks_without_handles(patches: Patches) -> None:
         """
         if isinstance(getattr(hook, "__self__", None), QuickHooks):
             # Torch numbers its handles from 0 upwards; keys of the driver's are no such numbers.
-            if any(type(key) is int and key >= 0 for key in hook_by_key or ()):
+            if hook_by_key and any(type(key) is int and key >= 0 for key in hook_by_key):
                 NodeHooks.of_program = True
             return HookRegistrar.add(hook_by_key, hook)
         # The program's hooks, and those of libraries, get the handle that torch promises.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 VERSION = 1
 """Version of the schema `amanda.trace`."""
 UNRECORDED = -1
-"""Index of an op, a tensor or a framework before the recorder sets it."""
+"""Index of an op or a framework before the recorder sets it."""
 
 Position = int | None | tuple["int | None", ...]
 """One input or output: a tensor's index, None for a value that is not a tensor, or a list of these."""
@@ -92,9 +92,9 @@ class Op:
         return (*indices_at(self.outputs), *self.writes)
 
 
-def indices_at(positions: Sequence[Position]) -> Iterator[int]:
-    """Yield the tensor indices at positions."""
-    return (index for index in leaves(positions) if index is not None)
+def indices_at(positions: Sequence[Position]) -> list[int]:
+    """Return the tensor indices at positions."""
+    return [index for index in leaves(positions) if index is not None]
 
 
 def map_position(function: Callable[[Any], int | None], value: Any, keep: bool = False) -> Position:
@@ -104,7 +104,7 @@ def map_position(function: Callable[[Any], int | None], value: Any, keep: bool =
     """
     if not isinstance(value, (list, tuple)):
         return None if value is None else function(value)
-    indices: Any = tuple(map_position(function, item, keep) for item in value)
+    indices: Any = tuple([map_position(function, item, keep) for item in value])
     return indices if keep or any(item is not None for item in indices) else None
 
 
@@ -325,15 +325,22 @@ class RecordedOp:
 
 @dataclass(slots=True, eq=False)
 class RecordedTensor:
-    """A recorded tensor.
+    """A recorded tensor, with the fields of `Tensor` but its index.
 
-    tensor: without its index and consumers.  root: the tensor before it was first written; UNKNOWN for new
-    data from outside.
     consumers: the ops that read it, or write a part of its memory, as keys.
+    root: the tensor before it was first written; UNKNOWN for new data from outside.
     """
 
-    tensor: Tensor
-    root: int
+    shape: tuple[int | None, ...] | None
+    dtype: str | None
+    device: str | None
+    bytes: int | None
+    kind: str
+    name: str | None = None
+    producer: int | None = None
+    alias_of: int | None = None
+    batches: tuple[int, ...] = ()
+    root: int = UNKNOWN
     consumers: dict[int, None] = field(default_factory=dict)
 
 
@@ -355,15 +362,18 @@ class GraphRecorder:
         self._counted = 0
         self.live: list[interceptor.LiveTensors] = []
 
-    def add_tensor(self, new_tensor: Tensor, is_same_tensor: bool = False, from_outside: bool = False) -> int:
-        """Add a tensor; return its index.
+    def add_tensor(
+        self, new_tensor: RecordedTensor, is_same_tensor: bool = False, from_outside: bool = False
+    ) -> int:
+        """Add a tensor, and set its root; return its index.
 
         is_same_tensor: it is its alias after a write, or handed on.  from_outside: new data each time.
         """
         index = root = len(self.tensors)
         if is_same_tensor and new_tensor.alias_of is not None:
             root = self.tensors[new_tensor.alias_of].root
-        self.tensors.append(RecordedTensor(new_tensor, UNKNOWN if from_outside else root))
+        new_tensor.root = UNKNOWN if from_outside else root
+        self.tensors.append(new_tensor)
         self._graph = None
         return index
 
@@ -383,11 +393,12 @@ class GraphRecorder:
         self._graph = None
         return index
 
-    def _roots(self, positions: tuple[Position, ...]) -> tuple[Position, ...]:
-        return tuple(
-            map_position(lambda index: self.tensors[index].root, position, keep=True)
+    def _roots(self, positions: tuple[Position, ...]) -> tuple[Any, ...]:
+        return tuple([
+            self._roots(position) if isinstance(position, tuple)  # a list of tensors
+            else None if position is None else self.tensors[position].root
             for position in positions
-        )  # fmt: skip
+        ])  # fmt: skip
 
     def add_record(self, program_op: ProgramOp, recorded: RecordedOp, writes: Mapping[int, int]) -> None:
         """Add a recorded op to those of which native code counts further executions.
@@ -443,14 +454,17 @@ class GraphRecorder:
     def tensor(self, index: int) -> Tensor:
         """Return a recorded tensor as it is now."""
         recorded = self.tensors[index]
-        return replace(recorded.tensor, index=index, consumers=tuple(recorded.consumers))
+        return Tensor(
+            index, recorded.shape, recorded.dtype, recorded.device, recorded.bytes, recorded.kind,
+            recorded.name, recorded.producer, tuple(recorded.consumers), recorded.alias_of, recorded.batches,
+        )  # fmt: skip
 
     def producers(self, op: Op) -> list[Op]:
         """Return the ops that made the tensors that a recorded op reads or writes, each once."""
         # The tensors before the writes.
-        aliases = [self.tensors[index].tensor.alias_of for index in op.writes]
+        aliases = [self.tensors[index].alias_of for index in op.writes]
         tensors = [*op.reads, *(index for index in aliases if index is not None)]
-        producers = dict.fromkeys(self.tensors[index].tensor.producer for index in tensors)
+        producers = dict.fromkeys(self.tensors[index].producer for index in tensors)
         return [self.op(producer) for producer in producers if producer is not None and producer != op.index]
 
     def graph(self) -> Graph:

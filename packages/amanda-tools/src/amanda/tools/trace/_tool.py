@@ -155,8 +155,8 @@ class TraceTool(amanda.Tool):
 
     def _describe_op(self, context: amanda.OpContext) -> ProgramOp:
         """Return a new ProgramOp for a context's op, of which nothing is recorded yet."""
-        values, backward = self.tracker(context).values, context.is_backward()
-        facts, has_attributes = values.facts(context), self._records_attributes and not backward
+        tracker, backward = self.tracker(context), context.is_backward()
+        facts, has_attributes = tracker.values.facts(context), self._records_attributes and not backward
         # The recorder sets index, framework, inputs and outputs of each execution.
         op = Op(
             index=UNRECORDED, id=context.get_op_id(), phase=context["phase"],
@@ -167,10 +167,8 @@ class TraceTool(amanda.Tool):
         )  # fmt: skip
         # None if the forward op was first analysed in another scope.
         forward = self._program_op_by_ids.get((context.get_op_id(), None)) if backward else None
-        live = self.tracker(context).live
-        return ProgramOp(
-            op, facts, str(context.namespace), values.is_symbolic(context), forward, live
-        )  # fmt: skip
+        is_symbolic = tracker.values.is_symbolic(context)
+        return ProgramOp(op, facts, str(context.namespace), is_symbolic, forward, tracker.live)
 
 
 class GraphSoFar:

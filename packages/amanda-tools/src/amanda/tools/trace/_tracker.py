@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import lru_cache, partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -116,7 +115,7 @@ class LiveTensors:
         kind, name = "gradient", None
         if earlier_index is not None:
             earlier_tensor = self._recorder.tensors[earlier_index]
-            kind, name = earlier_tensor.tensor.kind, earlier_tensor.tensor.name
+            kind, name = earlier_tensor.kind, earlier_tensor.name
             # A write of a part leaves the rest, so the op reads the earlier tensor as well.
             earlier_tensor.consumers[op] = None
         new_tensor = self.values.describe(tensor, kind=kind, name=name, producer=op, alias_of=earlier_index)
@@ -192,12 +191,12 @@ class LiveTensors:
             alias = self._index_of_input_sharing_memory(value, input_states)
         if alias is not None:
             aliased_tensor = self._recorder.tensors[alias]
-            if is_input and program_op.symbolic and aliased_tensor.tensor.producer is None:
+            if is_input and program_op.symbolic and aliased_tensor.producer is None:
                 # A loop of a graph reads the tensor before this op makes it.
-                aliased_tensor.tensor = replace(aliased_tensor.tensor, producer=op, kind=kind)
+                aliased_tensor.producer, aliased_tensor.kind = op, kind
                 return alias
-            if not kind or (is_input and aliased_tensor.tensor.kind in _STATE_KINDS):
-                kind, name = aliased_tensor.tensor.kind, aliased_tensor.tensor.name
+            if not kind or (is_input and aliased_tensor.kind in _STATE_KINDS):
+                kind, name = aliased_tensor.kind, aliased_tensor.name
         new_tensor = self.values.describe(value, kind=kind, name=name, producer=op, alias_of=alias)
         return self._recorder.add_tensor(new_tensor, is_input, from_outside=program_op.facts.brings_in)
 
@@ -258,7 +257,7 @@ class ExecutionTracker:
         # A repeated execution adds no op: its tensors take the indices of the first one.
         repeated_op = self._matching_op(program_op, inputs, recomputed)
         if repeated_op is None:
-            input_positions = tuple(map_position(self._tensors.record_input, value) for value in inputs)
+            input_positions = tuple([map_position(self._tensors.record_input, value) for value in inputs])
         else:
             input_positions = self._recorder.ops[repeated_op].inputs
             self._tensors.set_indices(inputs, input_positions, only_changed=True)
@@ -379,7 +378,7 @@ class ExecutionTracker:
         self.before_op(*context.get_inputs(), program_op=program_op)
         self.after_op(*(context.get_outputs() or ()), program_op=program_op)
         for index in program_op.ops:
-            self.values.note_call(context, list(indices_at(self._recorder.ops[index].inputs)))
+            self.values.note_call(context, indices_at(self._recorder.ops[index].inputs))
 
     def current_inputs(self, context: amanda.OpContext) -> list[int]:
         """Return the indices of the inputs that a context's op has now; of a backward op, of the gradients.
@@ -400,7 +399,7 @@ class ExecutionTracker:
         if not program_op.ops:
             return None
         # Roots, not indices: a parameter that an optimizer has written since is the same input.
-        roots = tuple(map_position(self._tensors.root_of, value) for value in inputs)
+        roots = tuple([map_position(self._tensors.root_of, value) for value in inputs])
         for index in program_op.ops:
             if roots_agree(roots, self._recorder.ops[index].input_roots):
                 return index
@@ -429,7 +428,7 @@ class ExecutionTracker:
             states = [state for state in execution.input_states if state is not None]
             op = recorded.index
             record_output = partial(self._tensors.record_output, program_op, op=op, input_states=states)
-            recorded.outputs = tuple(map_position(record_output, output, keep=True) for output in outputs)
+            recorded.outputs = tuple([map_position(record_output, output, keep=True) for output in outputs])
         self._tensors.set_indices(outputs, recorded.outputs)
 
     def _written_inputs(self, program_op: ProgramOp, execution: OpenExecution) -> dict[int, Any]:

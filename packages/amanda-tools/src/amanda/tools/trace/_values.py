@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from math import prod
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -15,7 +14,7 @@ from amanda import interceptor
 from amanda.backend import TensorMap
 from amanda.tools.kit import RequiredNames, leaves, tensors_of
 from amanda.tools.mapping import TENSORFLOW_HANDLES, itemsize
-from amanda.tools.trace._graph import UNRECORDED, Tensor, TraceFacts
+from amanda.tools.trace._graph import RecordedTensor, TraceFacts
 
 TensorQuery = Callable[[Any], Any]
 """Function of a tensor, such as `shape` and `dtype` of StandardMapping."""
@@ -65,14 +64,14 @@ class FrameworkValues:
         """Return True for a tensor without elements, which refers to a variable, an iterator or the like."""
         return False
 
-    def describe(self, tensor: Any, **fields: Any) -> Tensor:
+    def describe(self, tensor: Any, **fields: Any) -> RecordedTensor:
         """Return the record of a tensor: shape, dtype, device, bytes, and further fields."""
         shape, dtype = self._shape(tensor), self._dtype(tensor)
         # None for what has no elements, such as a handle.
         width = itemsize(dtype)
         size = None if shape is None or None in shape or width is None else prod(shape) * width
         device = str(getattr(tensor, "device", None) or "") or None
-        return Tensor(index=UNRECORDED, shape=shape, dtype=dtype, device=device, bytes=size, **fields)
+        return RecordedTensor(shape, dtype, device, size, **fields)
 
     def origin(self, tensor: Any) -> tuple[str, str | None]:
         """Return kind and name of a tensor that no recorded op made."""
@@ -154,14 +153,14 @@ class PytorchValues(FrameworkValues):
                 return facts._replace(written=_AVERAGES)
         return facts
 
-    def describe(self, tensor: Any, **fields: Any) -> Tensor:
+    def describe(self, tensor: Any, **fields: Any) -> RecordedTensor:
         """Return the record of a tensor, of all samples where a transform has wrapped it."""
         new_tensor = super().describe(tensor, **fields)
         samples = tensors_of(tensor).samples(tensor)
-        if samples is None or not samples.sizes:
-            return new_tensor
-        size = None if new_tensor.bytes is None else new_tensor.bytes * prod(samples.sizes)
-        return replace(new_tensor, batches=samples.sizes, bytes=size)
+        if samples is not None and samples.sizes:
+            new_tensor.batches = samples.sizes
+            new_tensor.bytes = None if new_tensor.bytes is None else new_tensor.bytes * prod(samples.sizes)
+        return new_tensor
 
     def memory(self, tensor: Any) -> tuple[Any, MemorySpan] | None:
         """Return the storage and the span in it; None for a sparse tensor, or one that a transform hides."""
