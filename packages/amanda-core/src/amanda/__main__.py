@@ -17,7 +17,17 @@ from pathlib import Path
 from amanda.errors import AmandaError, PluginError, UnknownToolError, did_you_mean, printable
 from amanda.options import options_of
 from amanda.plugins.doctor import diagnoses
-from amanda.plugins.entries import COMMANDS, OFFERS, TOOLS, Plugin, install_command, registry, rivalry_message
+from amanda.plugins.entries import (
+    COMMANDS,
+    OFFERS,
+    TOOLS,
+    Plugin,
+    extra_command,
+    install_command,
+    install_hint,
+    registry,
+    rivalry_message,
+)
 from amanda.plugins.manager import list_drivers, list_tools, tool_class
 
 Command = Callable[[Sequence[str]], "int | None"]
@@ -48,9 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         return 0
     if name not in names_of_commands():
-        command = install_command(name, "commands")
         # A command of ours that is absent needs its distribution, not a name that looks like it.
-        hint = f"it is not installed: {command}" if command else _meant_command(name)
+        hint = install_hint(name, "commands") or _meant_command(name)
         return _print_error(_program(), f"no command {name!r}; {hint}", status=2)
     try:
         return _load_command(name)(command_arguments) or 0
@@ -369,7 +378,7 @@ def _plugin_lines(plugins: Iterable[Plugin], extra: str) -> list[str]:
 
 
 def _install_hint(extra: str) -> list[str]:
-    return [f'  none is installed: pip install "amanda-core[{extra}]"']
+    return [f"  none is installed: {extra_command(extra)}"]
 
 
 if __name__ == "__main__":

@@ -26,7 +26,8 @@ from amanda.plugins.entries import (
     TOOLS,
     Plugin,
     PluginEntry,
-    install_command,
+    extra_command,
+    install_hint,
     registry,
     rivalry_message,
     upgrade_command,
@@ -140,13 +141,10 @@ def _tool_entries(fresh: bool = True) -> dict[str, list[PluginEntry]]:
 def _only_entry(name: str, entries_by_name: Mapping[str, list[PluginEntry]]) -> PluginEntry:
     """Return the only entry of a tool's name; raise UnknownToolError or PluginError otherwise."""
     if name not in entries_by_name:
-        command = install_command(name, "tools")
-        if command:
-            hint = f"it is not installed: {command}"
-        elif entries_by_name:
-            hint = did_you_mean(name, entries_by_name)
+        if entries_by_name:
+            hint = install_hint(name, "tools") or did_you_mean(name, entries_by_name)
         else:
-            hint = 'none is installed: pip install "amanda-core[tools]"'
+            hint = install_hint(name, "tools") or f"none is installed: {extra_command('tools')}"
         raise UnknownToolError(f"no tool {name!r}; {hint}")
     entries = entries_by_name[name]
     if len(entries) > 1:
