@@ -197,6 +197,14 @@ def test_what_is_wrong_with_a_configuration_is_said(
         (["flops:module=a,nan:stap", "script.py"], "tool nan has no option 'stap'"),
         (["flops", "no_such_script.py"], "a command on PATH, or a model such as hf:llama"),
         (["-t", "flop", "script.py"], "did you mean flops?"),
+        (
+            ["flops", "nan", "x.py", "-v"],
+            "is a tool, not a program; join tools by commas: amanda run flops,nan x.py -v",
+        ),
+        (
+            ["flops", "nan:stop", "x.py"],
+            "'nan:stop' is a tool, not a program; join tools by commas: amanda run flops,nan:stop x.py",
+        ),
         (["-t", "flops", "no_such_script.py"], "there is no 'no_such_script.py'; give a script, -m module"),
         (
             ["-t", "flops", "-o", __file__, "script.py"],
