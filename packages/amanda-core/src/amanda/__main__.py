@@ -320,8 +320,12 @@ def _print_tool(name: str) -> int:
 
     Returns the exit status, 0; raises UnknownToolError for a name that no tool has.
     """
+    working_directory = str(Path.cwd())
+    # `amanda` as a script has only its own folder on the path.
+    if "." in name and working_directory not in sys.path:
+        sys.path.append(working_directory)
     kind = tool_class(name)
-    say(*_wrapped(f"{name}: {kind.__module__}.{kind.__qualname__}", " " * 4, ""), "")
+    say(*_wrapped(f"{name}: {_public_path(kind)}", " " * 4, ""), "")
     # Options of `select`, which some tools take in Python as well, are among those of every tool.
     parameters = inspect.signature(kind).parameters
     say(*_refilled_docstring(inspect.getdoc(kind) or "", "  "))
@@ -337,6 +341,14 @@ def _print_tool(name: str) -> int:
         say("", "Options of every tool on the command line:")
         say(*_aligned([(name, text) for name, text in COMMON_OPTIONS.items() if name not in parameters]))
     return 0
+
+
+def _public_path(kind: type) -> str:
+    """Return the import path of a class in the shortest package that has it."""
+    names = kind.__module__.split(".")
+    packages = [".".join(names[:length]) for length in range(1, len(names))]
+    holders = [package for package in packages if vars(sys.modules[package]).get(kind.__name__) is kind]
+    return f"{holders[0]}.{kind.__name__}" if holders else f"{kind.__module__}.{kind.__qualname__}"
 
 
 COMMON_OPTIONS = {
