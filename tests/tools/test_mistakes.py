@@ -320,4 +320,15 @@ def test_a_scope_that_was_never_entered_is_told(kind: Any) -> None:
     tool = kind()
     amanda.apply(tool)
     torch.relu(torch.ones(2))
-    assert "No op that this tool selects ran in `with amanda.apply(tool):`" in str(tool.result)
+    reason = "Nothing was recorded: no scope of this tool was entered"
+    assert f"{reason}; run the model in `with amanda.apply(tool):`." in str(tool.result)
+    assert reason in repr(tool)
+    assert "No op that this tool selects" not in str(tool.result)
+
+
+@pytest.mark.parametrize("kind", [FlopsTool, StatsTool, TraceTool, ProfileTool])
+def test_a_scope_in_which_nothing_ran_is_told(kind: Any) -> None:
+    tool = select(kind(), type="conv2d")
+    run(tool)
+    told = "No op that this tool selects ran in its scope; `scope.report` names patterns that matched no op."
+    assert told in str(tool.result)

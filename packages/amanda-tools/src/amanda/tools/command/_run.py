@@ -185,8 +185,7 @@ def find_command(program: Sequence[str], tools: Sequence[str] = ()) -> tuple[lis
 
     `script.py ...`, `-m module ...`, `-c code ...` and further options are for this Python; another
     executable file, and the name of one on PATH, is run as it is.  A word of `amanda.tools.models`, such as
-    `hf:llama`, is a program that runs the model.
-    tools: names of the tools, for errors.
+    `hf:llama`, is a program that runs the model.  tools: their names, for errors.
     Raises SpecError for a program that does not exist, and for switches that keep the tools out.
     """
     first_word = program[0]
