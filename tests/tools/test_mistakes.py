@@ -49,6 +49,16 @@ def at_linear(action: str, routine: Any, **options: Any) -> Mistake:
     return lambda: run(analysing(analyse))
 
 
+def at_linear_backward(action: str, routine: Any, after: bool = False, **options: Any) -> Mistake:
+    """Record an action at backward ops of linear ops."""
+
+    def analyse(context: amanda.OpContext) -> None:
+        if str(context.get_backward_op().__name__).startswith("Addmm"):
+            getattr(context, action)(routine, **options)
+
+    return lambda: run(analysing(analyse, backward=True, require_outputs=after))
+
+
 def on_replacement(*routines: Any) -> Mistake:
     def tool(routine: Any) -> amanda.Tool:
         return analysing(
@@ -133,6 +143,34 @@ MISTAKES: dict[str, tuple[Mistake, str]] = {
     "a wrong position of an input": (
         at_linear("insert_before_op", lambda weight: weight, inputs=[7]),
         "was asked for 7; it has 3 values (input, weight, bias)",
+    ),
+    "a misspelt option": (
+        at_linear("insert_before_op", lambda weight: weight, input=["weight"]),
+        "insert_before_op has no option 'input'; did you mean inputs=? (other keywords go to the routine)",
+    ),
+    "a misspelt option that the routine would take": (
+        at_linear("insert_before_op", lambda *values, **kwargs: None, input=["weight"]),
+        "insert_before_op has no option 'input'; did you mean inputs=?",
+    ),
+    "an option of another action": (
+        at_linear("insert_after_op", lambda *values, **kwargs: None, inputs=["weight"]),
+        "insert_after_op has no option 'inputs'; did you mean outputs=?",
+    ),
+    "a wrong position of a gradient": (
+        at_linear_backward("insert_after_backward_op", lambda g: g, grad_inputs=[5]),
+        "selects [5]; AddmmBackward0 has 3 values here",
+    ),
+    "a wrong position of a single gradient": (
+        at_linear_backward("insert_before_backward_op", lambda g: g, grad_outputs=[5]),
+        "selects [5]; AddmmBackward0 has 1 value here",
+    ),
+    "a name of a gradient": (
+        at_linear_backward("insert_after_backward_op", lambda g: g, grad_inputs=["weight"]),
+        "was asked for 'weight'; values here have positions, as 0 for the first, and no names",
+    ),
+    "a name of a gradient that is known": (
+        at_linear_backward("insert_after_backward_op", lambda g: g, after=True, grad_inputs=["weight"]),
+        "values here have positions, as 0 for the first, and no names, and it has 3 values here",
     ),
     "a backward action in a forward routine": (
         at_linear("insert_before_backward_op", lambda g: g),
@@ -267,9 +305,30 @@ def test_the_report_tells_what_tools_did_not_see(name: str) -> None:
     assert part in str(mistake().report)
 
 
+def test_a_routine_has_a_parameter_named_like_an_option() -> None:
+    seen: list[object] = []
+
+    def see(weight: object, input: object) -> None:
+        seen.append(input)
+
+    at_linear("insert_before_op", see, inputs=["weight"], input="keyword")()
+    assert seen == ["keyword", "keyword"]
+
+
 @pytest.mark.parametrize("kind", [FlopsTool, StatsTool, TraceTool, ProfileTool])
 def test_a_scope_that_was_never_entered_is_told(kind: Any) -> None:
     tool = kind()
     amanda.apply(tool)
     torch.relu(torch.ones(2))
-    assert "No op that this tool selects ran in `with amanda.apply(tool):`" in str(tool.result)
+    reason = "Nothing was recorded: no scope of this tool was entered"
+    assert f"{reason}; run the model in `with amanda.apply(tool):`." in str(tool.result)
+    assert reason in repr(tool)
+    assert "No op that this tool selects" not in str(tool.result)
+
+
+@pytest.mark.parametrize("kind", [FlopsTool, StatsTool, TraceTool, ProfileTool])
+def test_a_scope_in_which_nothing_ran_is_told(kind: Any) -> None:
+    tool = select(kind(), type="conv2d")
+    run(tool)
+    told = "No op that this tool selects ran in its scope; `scope.report` names patterns that matched no op."
+    assert told in str(tool.result)

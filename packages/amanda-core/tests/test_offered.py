@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 import amanda
@@ -11,6 +18,27 @@ from amanda.plugins import entries, import_from
 from amanda.plugins.entries import Offer, registry
 
 COMMAND = r'pip install "amanda-core\[{}\]"'
+
+
+@pytest.fixture(autouse=True)
+def core_of_an_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_origin(monkeypatch, None)
+
+
+def set_origin(monkeypatch: pytest.MonkeyPatch, origin: dict[str, Any] | None) -> None:
+    """Let amanda-core be installed from an origin: the content of a direct_url.json, or None for an index."""
+    text = None if origin is None else json.dumps(origin)
+    core = SimpleNamespace(read_text={"direct_url.json": text}.get)
+    monkeypatch.setattr(entries, "distribution", {"amanda-core": core}.__getitem__)
+
+
+def set_installed(monkeypatch: pytest.MonkeyPatch, names: Sequence[str]) -> None:
+    def version(name: str) -> str:
+        if name not in names:
+            raise PackageNotFoundError(name)
+        return "0.2.0"
+
+    monkeypatch.setattr(entries, "version", version)
 
 
 @pytest.fixture
@@ -63,3 +91,51 @@ def test_a_package_that_is_not_installed(absent_package: str) -> None:
 def test_names_of_others_have_no_distribution_of_ours() -> None:
     assert entries.install_command("prune", "commands") is None
     assert entries.install_command("no_such_tool", "tools") is None
+
+
+@pytest.mark.usefixtures("nothing_is_installed")
+@pytest.mark.parametrize("folder", ["clone", "my clone"])
+def test_a_core_from_a_clone_has_the_rest_in_the_same_clone(
+    folder: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    packages = tmp_path / folder / "packages"
+    for name in ("amanda-core", "amanda-compress"):
+        (packages / name).mkdir(parents=True)
+        (packages / name / "pyproject.toml").touch()
+    url = (packages / "amanda-core").as_uri()
+    set_origin(monkeypatch, {"url": url, "dir_info": {"editable": True}})
+    set_installed(monkeypatch, ["amanda-core", "amanda-tools"])
+    path = str(packages / "amanda-compress")
+    command = f'pip install "{path}"' if " " in path else f"pip install {path}"
+    with pytest.raises(UnknownToolError) as caught:
+        amanda.load_tool("prune")
+    assert (
+        str(caught.value) == f"no tool 'prune'; it is in amanda-compress, which is not installed: {command}"
+    )
+    # The clone lacks amanda-labs, and the driver.
+    assert entries.extra_command("labs") == 'pip install "amanda-core[labs]"'
+    assert entries.extra_command("torch") == 'pip install "amanda-core[torch]"'
+
+
+@pytest.mark.parametrize(("revision", "suffix"), [(None, ""), ("v0.2", "@v0.2")])
+def test_a_core_from_git_has_the_rest_in_the_same_repository(
+    revision: str | None, suffix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vcs = {"vcs": "git", "commit_id": "0" * 40} | ({"requested_revision": revision} if revision else {})
+    url = "https://forge.example/amanda.git"
+    set_origin(monkeypatch, {"url": url, "vcs_info": vcs, "subdirectory": "packages/amanda-core"})
+    set_installed(monkeypatch, ["amanda-core", "amanda-tools"])
+
+    def requirement(name: str) -> str:
+        return f'"{name} @ git+{url}{suffix}#subdirectory=packages/{name}"'
+
+    assert entries.install_command("prune", "tools") == f"pip install {requirement('amanda-compress')}"
+    assert entries.extra_command("tensorflow") == f"pip install {requirement('amanda-driver-tf')}"
+    # amanda-labs needs amanda-compress, which no index has either.
+    names = ["amanda-compress", "amanda-labs"]
+    assert entries.install_command("search", "tools") == f"pip install {' '.join(map(requirement, names))}"
+
+
+def test_a_core_from_a_wheel_points_to_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_origin(monkeypatch, {"url": "file:///wheels/amanda_core-0.2.0-py3-none-any.whl", "archive_info": {}})
+    assert entries.install_command("prune", "tools") == 'pip install "amanda-core[compress]"'

@@ -104,6 +104,11 @@ def test_a_tool_is_made_with_its_options_and_its_selection() -> None:
     ("text", "parts"),
     [
         ("flop", ["no tool 'flop'", "did you mean flops?"]),
+        ("diff", ["no tool 'diff'; diff is a command: amanda diff --help"]),
+        ("live", ["live is the option log=: amanda run stats:log=jsonl:stats.jsonl train.py"]),
+        ("dynamic_prune", ["activation_prune, attention_prune and dynamic_channel_prune"]),
+        ("xyzzy", ["there are ", "trace; a tool of your own is MODULE.CLASS, as mytools.ZeroSmall"]),
+        ("no_such_module.Tool", ["tool no_such_module.Tool cannot be imported: No module named"]),
         ("nan:stap", ["tool nan has no option 'stap'", "did you mean stop?"]),
         ("dump:output=ful", ["tool dump has no option 'output'", "did you mean outputs=full?"]),
         ("flops:part=backwards", ["did you mean phase=backward?"]),
@@ -197,6 +202,14 @@ def test_what_is_wrong_with_a_configuration_is_said(
         (["flops:module=a,nan:stap", "script.py"], "tool nan has no option 'stap'"),
         (["flops", "no_such_script.py"], "a command on PATH, or a model such as hf:llama"),
         (["-t", "flop", "script.py"], "did you mean flops?"),
+        (
+            ["flops", "nan", "x.py", "-v"],
+            "is a tool, not a program; join tools by commas: amanda run flops,nan x.py -v",
+        ),
+        (
+            ["flops", "nan:stop", "x.py"],
+            "'nan:stop' is a tool, not a program; join tools by commas: amanda run flops,nan:stop x.py",
+        ),
         (["-t", "flops", "no_such_script.py"], "there is no 'no_such_script.py'; give a script, -m module"),
         (
             ["-t", "flops", "-o", __file__, "script.py"],
@@ -279,6 +292,31 @@ def test_info_lists_the_options_of_every_tool(
     assert [line for line in lines if line in SELECTORS] == list(SELECTORS) == list(COMMON_OPTIONS)
     assert "  stop      false  true or false\n" in output
     assert max(len(line) for line in output.partition("Options")[2].splitlines()) <= 80
+
+
+def test_info_shows_a_tool_by_its_import_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "tools_of_mine.py").write_text(
+        "import amanda\n\n\nclass ZeroSmall(amanda.Tool):\n"
+        "    'Zero small values.'\n    def __init__(self, threshold: float = 0.5) -> None: ...\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert main(["info", "tools_of_mine.ZeroSmall"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("tools_of_mine.ZeroSmall: tools_of_mine.ZeroSmall\n")
+    assert "Zero small values." in shown
+    assert "threshold  0.5" in shown
+    assert main(["info", "tools_of_mine.ZeroLarge"]) == 2
+    assert "tool tools_of_mine.ZeroLarge cannot be imported: " in capsys.readouterr().err
+    assert main(["info", "os.path"]) == 2
+    assert "os.path is a module, not the class of a tool" in capsys.readouterr().err
+
+
+def test_info_names_the_public_path_of_a_class(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info", "flops"]) == 0
+    assert capsys.readouterr().out.startswith("flops: amanda.tools.flops.FlopsTool\n")
 
 
 def test_the_name_of_a_tool_is_no_command(capsys: pytest.CaptureFixture[str]) -> None:

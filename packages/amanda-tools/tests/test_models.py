@@ -324,6 +324,12 @@ def test_some_models_cannot_do_all(folder: Path) -> None:
         made("model.onnx", backward=True)
     with pytest.raises(ModelError, match="--device meta is for models of PyTorch"):
         made("model.onnx", device="meta")
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:99"])
+def test_a_device_that_is_absent_is_told_before_the_model_is_made(device: str) -> None:
+    with pytest.raises(ModelError, match=rf"^--device {device}: .*; there are cpu, .*meta$"):
+        made("torch:no_such_file.py:make", device=device)
     with pytest.raises(ModelError, match="an ONNX model has no options, was given a"):
         made("onnx:model.onnx:a=1")
 

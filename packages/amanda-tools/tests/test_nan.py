@@ -206,7 +206,7 @@ def test_the_sign_of_an_inf_is_in_the_summary_and_in_files() -> None:
 
 
 def test_an_unused_tool_says_so() -> None:
-    assert "No op that this tool selects ran" in repr(NanTool())
+    assert "Nothing was recorded: no scope of this tool was entered" in repr(NanTool())
 
 
 def test_stop_raises_at_the_op_and_names_it() -> None:
@@ -325,7 +325,7 @@ def test_healthy_attention_with_a_mask_of_inf_is_left_alone() -> None:
     model, x = CausalAttention(), torch.rand(2, 4, 8)
     result = look(lambda: model(x).sum().backward(), stop=True).result
     assert not result
-    assert "ops ran; none produced NaN." in str(result)
+    assert "; none produced NaN." in str(result)
 
 
 def test_the_nan_of_a_row_that_is_masked_whole_is_born_in_softmax() -> None:
@@ -520,7 +520,7 @@ def test_the_answer_comes_first_and_what_follows_is_folded() -> None:
     assert "input 0 was float32[2,5,5]: 5 -Inf" in " ".join(lines[:2])
     assert "18 parameters were NaN after it, from step 3: layers.0.query.weight, " in str(result)
     assert len(lines) < 8
-    assert "execution" not in str(result)  # no table: there is but one beginning
+    assert "<table" not in result._repr_html_()  # there is but one beginning
     assert len(result.rows()) == 1
     assert [entry.is_consequence for entry in result.entered] == [True] * 18
     assert type(result).from_dict(result.to_dict()).notes() == result.notes()
@@ -553,7 +553,7 @@ def test_two_parameters_that_held_nan_from_the_start_are_both_beginnings() -> No
 
 def test_a_program_without_nan_has_no_table() -> None:
     result = look(lambda: torch.rand(3) + 1).result
-    assert str(result) == "2 ops ran; none produced NaN."
+    assert str(result) == "Checked 2 executions of ops (not accumulation of gradients); none produced NaN."
     assert "<table" not in result._repr_html_()
 
 

@@ -17,7 +17,17 @@ from pathlib import Path
 from amanda.errors import AmandaError, PluginError, UnknownToolError, did_you_mean, printable
 from amanda.options import options_of
 from amanda.plugins.doctor import diagnoses
-from amanda.plugins.entries import COMMANDS, OFFERS, TOOLS, Plugin, install_command, registry, rivalry_message
+from amanda.plugins.entries import (
+    COMMANDS,
+    OFFERS,
+    TOOLS,
+    Plugin,
+    extra_command,
+    install_command,
+    install_hint,
+    registry,
+    rivalry_message,
+)
 from amanda.plugins.manager import list_drivers, list_tools, tool_class
 
 Command = Callable[[Sequence[str]], "int | None"]
@@ -48,9 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         return 0
     if name not in names_of_commands():
-        command = install_command(name, "commands")
         # A command of ours that is absent needs its distribution, not a name that looks like it.
-        hint = f"it is not installed: {command}" if command else _meant_command(name)
+        hint = install_hint(name, "commands") or _meant_command(name)
         return _print_error(_program(), f"no command {name!r}; {hint}", status=2)
     try:
         return _load_command(name)(command_arguments) or 0
@@ -311,8 +320,12 @@ def _print_tool(name: str) -> int:
 
     Returns the exit status, 0; raises UnknownToolError for a name that no tool has.
     """
+    working_directory = str(Path.cwd())
+    # `amanda` as a script has only its own folder on the path.
+    if "." in name and working_directory not in sys.path:
+        sys.path.append(working_directory)
     kind = tool_class(name)
-    say(*_wrapped(f"{name}: {kind.__module__}.{kind.__qualname__}", " " * 4, ""), "")
+    say(*_wrapped(f"{name}: {_public_path(kind)}", " " * 4, ""), "")
     # Options of `select`, which some tools take in Python as well, are among those of every tool.
     parameters = inspect.signature(kind).parameters
     say(*_refilled_docstring(inspect.getdoc(kind) or "", "  "))
@@ -328,6 +341,14 @@ def _print_tool(name: str) -> int:
         say("", "Options of every tool on the command line:")
         say(*_aligned([(name, text) for name, text in COMMON_OPTIONS.items() if name not in parameters]))
     return 0
+
+
+def _public_path(kind: type) -> str:
+    """Return the import path of a class in the shortest package that has it."""
+    names = kind.__module__.split(".")
+    packages = [".".join(names[:length]) for length in range(1, len(names))]
+    holders = [package for package in packages if vars(sys.modules[package]).get(kind.__name__) is kind]
+    return f"{holders[0]}.{kind.__name__}" if holders else f"{kind.__module__}.{kind.__qualname__}"
 
 
 COMMON_OPTIONS = {
@@ -369,7 +390,7 @@ def _plugin_lines(plugins: Iterable[Plugin], extra: str) -> list[str]:
 
 
 def _install_hint(extra: str) -> list[str]:
-    return [f'  none is installed: pip install "amanda-core[{extra}]"']
+    return [f"  none is installed: {extra_command(extra)}"]
 
 
 if __name__ == "__main__":

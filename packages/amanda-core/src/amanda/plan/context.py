@@ -13,6 +13,7 @@ from amanda.plan.facts import (
     Selection,
     check_action_at_point,
     check_replacement,
+    check_routine,
     resolve_positions,
     selected_positions,
 )
@@ -499,8 +500,7 @@ class OpContext(dict[str, Any]):
 
         Nothing is recorded where a wrapper of the tool returns None.
         """
-        if not callable(func):
-            raise ActionError(f"{kind.value} wants a callable routine, not {func!r}")
+        check_routine(kind, func, kwargs)
         if self._point is None or self._tool is None:
             raise ActionError(
                 f"{kind.value} was called outside an analysis routine; actions are recorded while "

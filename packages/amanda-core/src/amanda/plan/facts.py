@@ -15,7 +15,7 @@ from amanda.errors import ActionError, ReplaceConflictError
 from amanda.interceptor import codes
 from amanda.interceptor.opid import BOUNDARY, FRAMEWORK, SKIPPED, digest, mix
 from amanda.namespace import Namespace
-from amanda.plan.action import Action, ActionType, InstrumentationPoint
+from amanda.plan.action import Action, ActionType, InstrumentationPoint, parameters_of
 from amanda.plan.tensors import spread
 
 if TYPE_CHECKING:
@@ -247,6 +247,46 @@ def error_note(facts: OpFacts, tool: Any, action_or_point: str) -> str:
 Selection = int | str | Sequence[int | str] | None
 
 
+_OPTIONS_OF_ACTION = {
+    ActionType.INSERT_BEFORE_OP: ("inputs",),
+    ActionType.INSERT_AFTER_OP: ("outputs",),
+    ActionType.INSERT_BEFORE_BACKWARD_OP: ("grad_outputs",),
+    ActionType.INSERT_AFTER_BACKWARD_OP: ("grad_inputs",),
+    ActionType.REPLACE_OP: ("inputs", "reads"),
+    ActionType.REPLACE_BACKWARD_OP: ("grad_outputs",),
+}
+_SELECTING_OPTIONS = ("inputs", "outputs", "grad_outputs", "grad_inputs")
+
+
+def check_routine(kind: ActionType, routine: Any, kwargs: Mapping[str, Any]) -> None:
+    """Raise ActionError unless a routine is callable, and for a keyword that is a mistyped option.
+
+    kwargs: keywords for the routine.  With `**kwargs` it would accept `input=` for `inputs=`, and the action
+    would select every value.
+    """
+    if not callable(routine):
+        raise ActionError(f"{kind.value} wants a callable routine, not {routine!r}")
+    for name in kwargs:
+        option = _intended_option(kind, name)
+        parameters = parameters_of(routine, ()) if option else None
+        # The signature of a routine written in C may be unknown.
+        if parameters is not None and name not in {*parameters.positional, *parameters.named}:
+            raise ActionError(
+                f"{kind.value} has no option {name!r}; did you mean {option}=? "
+                "(other keywords go to the routine)"
+            )
+
+
+# The same few names come with thousands of actions.
+@lru_cache(maxsize=1024)
+def _intended_option(kind: ActionType, name: str) -> str:
+    """Return the option of an action that a keyword is like, or that is meant by another action's option."""
+    options = _OPTIONS_OF_ACTION[kind]
+    if not get_close_matches(name, {*options, *_SELECTING_OPTIONS}, n=1, cutoff=0.8):
+        return ""
+    return get_close_matches(name, options, n=1, cutoff=0)[0]
+
+
 def check_action_at_point(facts: OpFacts, kind: ActionType, point: InstrumentationPoint) -> None:
     """Raise ActionError for an action that the point at which it is recorded does not allow.
 
@@ -329,11 +369,21 @@ def resolve_positions(
 
 def _no_such_value(facts: OpFacts, key: int | str, method: str, count: int | None) -> ActionError:
     """Return the error for a position or name of which the op has no value, with the names that there are."""
+    request = f"{method} of {facts.name} was asked for {key!r}"
+    if count is None:
+        values = {
+            "insert_after_op": facts.outputs, "insert_after_backward_op": facts.grad_inputs,
+            "insert_before_backward_op": facts.grad_outputs, "replace_backward_op": facts.grad_outputs,
+        }.get(method)  # fmt: skip
+        number = "" if values is None else f", and it has {_count_of_values(len(values))} here"
+        return ActionError(f"{request}; values here have positions, as 0 for the first, and no names{number}")
     names = list(facts.names)
-    described_values = ", ".join(names) if names and count is not None else "given by position"
-    similar_names = get_close_matches(str(key), names, n=1) if count is not None else []
+    similar_names = get_close_matches(str(key), names, n=1)
     return ActionError(
-        f"{method} of {facts.name} was asked for {key!r}; it has "
-        f"{'some' if count is None else count} value{'s' * (count != 1)} ({described_values})"
+        f"{request}; it has {_count_of_values(count)} ({', '.join(names) or 'given by position'})"
         + (f"; did you mean {similar_names[0]!r}?" if similar_names else "")
     )
+
+
+def _count_of_values(count: int) -> str:
+    return f"{count} value{'s' * (count != 1)}"

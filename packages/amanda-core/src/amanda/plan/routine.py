@@ -124,9 +124,9 @@ def annotate_failure(
     """
     # Outputs and gradients have no names in a schema.
     names = facts.names if action.type is INSERT_BEFORE_OP else ()
-    error_instead = (
-        signature_error(action, values, names, selection, {}) if isinstance(error, TypeError) else None
-    )
+    # A RoutineError, which is a TypeError, tells what is wrong already.
+    may_be_of_signature = isinstance(error, TypeError) and not isinstance(error, RoutineError)
+    error_instead = signature_error(action, values, names, selection, {}) if may_be_of_signature else None
     # The errors of drivers, and those below, know no action and speak of "a routine".
     if isinstance(error, RoutineError) and str(error).startswith("a routine "):
         error.args = (str(error).replace("a routine", str(action), 1),)
@@ -266,7 +266,8 @@ def selected_values(action: Action, values: Sequence[Any], facts: OpFacts) -> li
         return [values[position] for position in action.select]
     except IndexError:
         raise RoutineError(
-            f"{action} selects {list(action.select)}; {facts.name} has {len(values)} values here"
+            f"{action} selects {list(action.select)}; {facts.name} has "
+            f"{len(values)} value{'s' * (len(values) != 1)} here"
         ) from None
 
 

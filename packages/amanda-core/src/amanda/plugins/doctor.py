@@ -11,7 +11,15 @@ from typing import Literal, NamedTuple
 from amanda.errors import PluginError
 from amanda.plugins import manager
 from amanda.plugins.drivers import how_to_install
-from amanda.plugins.entries import COMMANDS, Plugin, PluginEntry, registry, rivalry_message, upgrade_command
+from amanda.plugins.entries import (
+    COMMANDS,
+    Plugin,
+    PluginEntry,
+    extra_command,
+    registry,
+    rivalry_message,
+    upgrade_command,
+)
 from amanda.plugins.requirements import Unfit, unfit_requirements
 from amanda.plugins.self_test import self_test
 from amanda.scope.attachment import attachment
@@ -41,7 +49,7 @@ def diagnoses() -> Iterator[Diagnosis]:
     tools = manager.list_tools(load=True)
     yield from map(_plugin_diagnosis, tools)
     if not tools:
-        yield Diagnosis("note", "tools", 'none is installed: pip install "amanda-core[tools]"')
+        yield Diagnosis("note", "tools", f"none is installed: {extra_command('tools')}")
     yield from _check_commands()
 
 

@@ -24,6 +24,7 @@ from amanda.plugins.entries import (
     ImportFailure,
     Plugin,
     PluginEntry,
+    extra_command,
     registry,
     rivalry_message,
     run_import,
@@ -96,7 +97,7 @@ def missing_driver_hint() -> str:
         return f"no driver is installed, so no op is seen: {how_to_install()}"
     for name in _driver_extras():
         if name not in driven_names and is_imported(name):
-            return f'no op of {name} is seen, for its driver is missing: pip install "amanda-core[{name}]"'
+            return f"no op of {name} is seen, for its driver is missing: {extra_command(name)}"
     return ""
 
 

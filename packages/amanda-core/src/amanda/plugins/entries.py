@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import os
 import re
@@ -10,8 +11,11 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
+from importlib.metadata import EntryPoint, PackageNotFoundError, distribution, entry_points, version
+from pathlib import Path, PurePosixPath
 from typing import Any, Literal, NamedTuple, TypeVar
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 from amanda.errors import PluginError
 from amanda.interceptor.interrupts import collect_signal_errors
@@ -258,13 +262,81 @@ OFFERS = {
 
 def install_command(name: str, kind: Literal["tools", "commands", "packages"]) -> str | None:
     """Return the command that installs a tool, command or package of ours; None for a name of others."""
+    extra = _extra_of(name, kind)
+    return None if extra is None else extra_command(extra)
+
+
+def install_hint(name: str, kind: Literal["tools", "commands", "packages"]) -> str | None:
+    """Name the distribution of a tool, command or package of ours, and the command that installs it.
+
+    None for a name of others.
+    """
+    extra = _extra_of(name, kind)
+    if extra is None:
+        return None
+    return f"it is in {_distribution_of(extra)}, which is not installed: {extra_command(extra)}"
+
+
+def _extra_of(name: str, kind: Literal["tools", "commands", "packages"]) -> str | None:
+    """Return the extra of amanda-core that brings a tool, command or package; None for a name of others."""
     for extra, offer in OFFERS.items():
         # Most tools and commands lie in a package of their name.
         all_names = {*offer.tools, *offer.commands, *offer.packages}
-        names_of_kind = all_names if kind == "packages" else getattr(offer, kind)
-        if name in names_of_kind:
-            return f'pip install "amanda-core[{extra}]"'
+        if name in (all_names if kind == "packages" else getattr(offer, kind)):
+            return extra
     return None
+
+
+def extra_command(extra: str) -> str:
+    """Return the command that installs what an extra of amanda-core names.
+
+    The distributions come from the folder or the git repository that amanda-core was installed from, where
+    it was: pip would look for an extra's distributions in an index alone.
+    """
+    names = list(OFFERS)
+    # Each of these depends on those before it, which pip would look for in an index as well.
+    needed_extras = [*names[: names.index(extra)], extra] if extra in names else [extra]
+    needed = [_distribution_of(name) for name in needed_extras]
+    addresses = [
+        _address_beside_core(name) for name in needed if name == needed[-1] or not _is_installed(name)
+    ]
+    return f"pip install {' '.join(addresses)}" if all(addresses) else f'pip install "amanda-core[{extra}]"'
+
+
+def _distribution_of(extra: str) -> str:
+    """Return the name of the distribution that an extra of amanda-core names."""
+    return f"amanda-{extra}" if extra in OFFERS else f"amanda-driver-{extra.replace('tensorflow', 'tf')}"
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return bool(version(name))
+    except PackageNotFoundError:
+        return False
+
+
+def _address_beside_core(name: str) -> str:
+    """Return what pip installs a distribution from, next to where it found amanda-core; "" for an index."""
+    origin = _origin_of_core()
+    url, vcs = str(origin.get("url", "")), origin.get("vcs_info", {})
+    if vcs and "subdirectory" in origin:
+        revision = f"@{vcs['requested_revision']}" if vcs.get("requested_revision") else ""
+        folder = PurePosixPath(origin["subdirectory"]).with_name(name)
+        return f'"{name} @ {vcs["vcs"]}+{url}{revision}#subdirectory={folder}"'
+    if "dir_info" in origin:
+        path = Path(url2pathname(urlsplit(url).path)).with_name(name)
+        if (path / "pyproject.toml").is_file():
+            return f'"{path}"' if " " in str(path) else str(path)
+    return ""
+
+
+def _origin_of_core() -> dict[str, Any]:
+    """Return what pip recorded on a direct URL that amanda-core was installed from; {} for an index."""
+    try:
+        origin: dict[str, Any] = json.loads(distribution("amanda-core").read_text("direct_url.json") or "{}")
+    except (PackageNotFoundError, ValueError, OSError):
+        return {}
+    return origin
 
 
 def import_from(package: str, name: str) -> Any:

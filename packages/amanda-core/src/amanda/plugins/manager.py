@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Mapping
 from difflib import get_close_matches
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 import pluggy
@@ -22,11 +23,13 @@ from amanda.plugins.drivers import (
     loaded_drivers,
 )
 from amanda.plugins.entries import (
+    COMMANDS,
     HOOKS,
     TOOLS,
     Plugin,
     PluginEntry,
-    install_command,
+    extra_command,
+    install_hint,
     registry,
     rivalry_message,
     upgrade_command,
@@ -65,16 +68,28 @@ def tool_class(name: str) -> type[Tool]:
     A tool that is installed while the process runs is found if no other has the name.
 
     Args:
-        name: As `amanda tools` lists it, such as "flops".
+        name: As `amanda tools` lists it, such as "flops"; or an import path, MODULE.CLASS.
 
     Raises:
-        UnknownToolError: If no distribution registers the name.
+        UnknownToolError: If no distribution registers the name, or nothing is at the import path.
         PluginError: If the tool cannot be used.
     """
+    kind: type[Tool]
     entries_by_name = _tool_entries(fresh=False)
     if name not in entries_by_name:
+        module_name, _, class_name = name.rpartition(".")
+        if module_name:
+            try:
+                kind = getattr(import_module(module_name), class_name)
+            except (ImportError, AttributeError) as error:
+                raise UnknownToolError(f"tool {name} cannot be imported: {error}") from error
+            if not callable(kind):
+                raise UnknownToolError(f"{name} is a {type(kind).__name__}, not the class of a tool")
+            return kind
         entries_by_name = _tool_entries()
-    kind: type[Tool] = _only_entry(name, entries_by_name).load()
+    kind = _only_entry(
+        name, entries_by_name, "; a tool of your own is MODULE.CLASS, as mytools.ZeroSmall"
+    ).load()
     return kind
 
 
@@ -137,21 +152,33 @@ def _tool_entries(fresh: bool = True) -> dict[str, list[PluginEntry]]:
     return entries_by_name
 
 
-def _only_entry(name: str, entries_by_name: Mapping[str, list[PluginEntry]]) -> PluginEntry:
-    """Return the only entry of a tool's name; raise UnknownToolError or PluginError otherwise."""
+def _only_entry(name: str, entries_by_name: Mapping[str, list[PluginEntry]], remark: str = "") -> PluginEntry:
+    """Return the only entry of a tool's name; raise UnknownToolError or PluginError otherwise.
+
+    remark: follows the names of all tools, where the error has these.
+    """
     if name not in entries_by_name:
-        command = install_command(name, "tools")
-        if command:
-            hint = f"it is not installed: {command}"
-        elif entries_by_name:
+        hint = install_hint(name, "tools") or _meant_feature(name)
+        if not hint and entries_by_name:
             hint = did_you_mean(name, entries_by_name)
-        else:
-            hint = 'none is installed: pip install "amanda-core[tools]"'
+            hint += "" if hint.endswith("?") else remark
+        hint = hint or f"none is installed: {extra_command('tools')}"
         raise UnknownToolError(f"no tool {name!r}; {hint}")
     entries = entries_by_name[name]
     if len(entries) > 1:
         raise PluginError(rivalry_message(entries))
     return entries[0]
+
+
+def _meant_feature(name: str) -> str:
+    """Say how something is used that is no tool, but has a page among those of tools; "" for other names."""
+    if any(entry.name == name for entry in registry.entries(COMMANDS, fresh=False)):
+        return f"{name} is a command: amanda {name} --help"
+    if name == "live":
+        return "live is the option log=: amanda run stats:log=jsonl:stats.jsonl train.py"
+    if name == "dynamic_prune":
+        return "its tools are activation_prune, attention_prune and dynamic_channel_prune"
+    return install_hint(name, "commands") or ""
 
 
 def _plugin_state(entry: PluginEntry, entries_of_name: list[PluginEntry], load: bool) -> Plugin:

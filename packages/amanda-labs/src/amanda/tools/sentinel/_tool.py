@@ -150,7 +150,7 @@ class SentinelTool(amanda.Tool):
         )  # fmt: skip
         reports = [f"{entry.what}: {entry.reason}" for entry in self._step_scope.report]
         result.remarks = [*self._remarks, *self._ranks.remarks, *reports[:10]]
-        return result
+        return result._of_tool(self)
 
     def step(self) -> None:
         """End a step, in training without an optimizer of torch.optim."""

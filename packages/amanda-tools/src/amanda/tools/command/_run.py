@@ -17,6 +17,7 @@ from typing import Annotated, Any
 
 import click
 
+import amanda
 from amanda.errors import did_you_mean
 from amanda.options import Range
 from amanda.plugins import driven_frameworks
@@ -179,12 +180,12 @@ _NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 _SIGNALS = [getattr(signal, name) for name in _NAMES if hasattr(signal, name)]
 
 
-def find_command(program: Sequence[str]) -> tuple[list[str], bool]:
+def find_command(program: Sequence[str], tools: Sequence[str] = ()) -> tuple[list[str], bool]:
     """Return the command line that runs a program, and True if Python runs it.
 
     `script.py ...`, `-m module ...`, `-c code ...` and further options are for this Python; another
     executable file, and the name of one on PATH, is run as it is.  A word of `amanda.tools.models`, such as
-    `hf:llama`, is a program that runs the model.
+    `hf:llama`, is a program that runs the model.  tools: their names, for errors.
     Raises SpecError for a program that does not exist, and for switches that keep the tools out.
     """
     first_word = program[0]
@@ -203,6 +204,9 @@ def find_command(program: Sequence[str]) -> tuple[list[str], bool]:
         script_by_stem = {script.stem: script for script in path.parent.glob("*.py")}
         close_stems = get_close_matches(path.stem, script_by_stem, n=1)
         hint = f"did you mean {script_by_stem[close_stems[0]]}?" if close_stems else ""
+        if first_word.partition(":")[0] in (tool.name for tool in amanda.list_tools()):
+            example = f"amanda run {','.join([*tools, first_word])} {' '.join(program[1:])}"
+            raise SpecError(f"{first_word!r} is a tool, not a program; join tools by commas: {example}")
         raise SpecError(f"there is no {first_word!r}; {hint or _WHAT_TO_GIVE}")
     return [executable, *program[1:]], is_python(Path(executable))
 
@@ -217,7 +221,7 @@ def launch(
     toolings: the tools of the specs.  output: folder for results.  options: further fields of `RunSettings`.
     Raises SpecError for a folder that cannot be made, and for a program that cannot be run.
     """
-    command, is_run_by_python = find_command(program)
+    command, is_run_by_python = find_command(program, [spec.name for spec in specs])
     output = None if output is None else _make_results_folder(output)
     shared_folder = folder_of_ranks() if is_run_by_python else None
     try:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from importlib import import_module
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -38,6 +37,8 @@ _BOOL_BY_TEXT = {
     **dict.fromkeys(("false", "no", "off", "0"), False),
 }
 
+# A forked process need not look them up again.
+_cached_tool_class = functools.cache(tool_class)
 _NOT_TEXT = "text cannot express its values: make the tool in Python"
 
 
@@ -274,11 +275,11 @@ class ToolSpec:
             alone: True where no program calls the tool's methods, so that its options have to do without.
 
         Raises:
-            UnknownToolError: For a name that no distribution registers.
+            UnknownToolError: For a name that no distribution registers, and an import path without a class.
             PluginError: For a registered tool that cannot be used.
             SpecError: Names the tool, the option, the given and the expected value.
         """
-        constructor = _find_tool_class(self.name)
+        constructor: Any = _cached_tool_class(self.name)
         options = options_of(constructor)
         values = {name: self._read(name, value, options) for name, value in self.options.items()}
         required_options = [option for option in options.values() if option.default is REQUIRED]
@@ -388,18 +389,6 @@ def make_tools(specs: Iterable[ToolSpec], alone: bool = False, folders: Sequence
             tooling.name = f"{spec.name}-{count_by_name[spec.name]}"
         toolings.append(tooling)
     return toolings
-
-
-@functools.cache  # a forked process need not look them up again
-def _find_tool_class(name: str) -> Any:
-    """Return the registered tool of a name, or what is at an import path; raise SpecError if that fails."""
-    module_name, dot, class_name = name.rpartition(".")
-    if not dot:
-        return tool_class(name)
-    try:
-        return getattr(import_module(module_name), class_name)
-    except (ImportError, AttributeError) as error:
-        raise SpecError(f"tool {name} cannot be imported: {error}") from error
 
 
 def _check_result_path(name: str, tool: amanda.Tool, out: Path) -> Path:

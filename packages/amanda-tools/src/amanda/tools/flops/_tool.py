@@ -127,7 +127,7 @@ class FlopsTool(amanda.Tool):
                 (str(numbers.setdefault(parameter, len(numbers))), elements)
                 for parameter, elements in op_cost.parameters
             )
-        return FlopsResult([*executed, *self._uncounted_ops.values()], self._by, self._depth)
+        return FlopsResult([*executed, *self._uncounted_ops.values()], self._by, self._depth)._of_tool(self)
 
     def clear(self) -> None:
         """Reset the counts; analysed ops stay analysed."""

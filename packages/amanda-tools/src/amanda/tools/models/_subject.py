@@ -150,10 +150,22 @@ def made(word: Name, shapes: Sequence[Name] = (), backward: bool = False, device
         )
     if device != "cpu" and kind in ("keras", "onnx"):
         raise ModelError(f"--device {device} is for models of PyTorch, {word} runs where {kind} puts it")
+    if device not in ("cpu", "meta"):
+        _check_device(import_library("torch", word), device)
     # The loaders, and what they import, are only for processes that make a model.
     module, _, loader = KINDS[kind].partition(":")
     load: Callable[[Request], Subject] = getattr(import_module(f"amanda.tools.models.{module}"), loader)
     return load(Request(word, *_split_options(model_name), shapes, backward, device))
+
+
+def _check_device(torch: Any, device: str) -> None:
+    """Raise ModelError for a device that PyTorch does not have here."""
+    try:
+        with amanda.disabled():
+            torch.empty(1, device=device)
+    except Exception as error:  # each kind of device has errors of its own
+        devices = f"cpu,{' cuda,' * torch.cuda.is_available()} meta"
+        raise ModelError(f"--device {device}: {str(error).splitlines()[0]}; there are {devices}") from error
 
 
 def _split_options(text: str) -> tuple[str, dict[str, Any]]:

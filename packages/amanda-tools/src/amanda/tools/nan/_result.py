@@ -163,7 +163,8 @@ class NanResult(Result):
         unread = "; not every output was read" if is_partly_read else ""
         overflows = f"gradients overflowed in {self._skipped_steps}; no op of other steps"
         producers = overflows if self._skipped else "none"
-        return f"{count_of(self.executions, 'op')} ran; {producers} produced {self._sought}{unread}."
+        checked = f"{count_of(self.executions, 'execution')} of ops (not accumulation of gradients)"
+        return f"Checked {checked}; {producers} produced {self._sought}{unread}."
 
     @property
     def _leading(self) -> int:
@@ -254,7 +255,8 @@ class NanResult(Result):
             notes.append(f"{noun} NaN after it, from step {first_step:,}: {', '.join(names[:_NAMED])}{more}.")
         if self:
             passed_on = f"; {self.passed_on:,} passed on {self._sought} from their inputs"
-            notes.append(f"{count_of(self.executions, 'op')} ran{passed_on if self.passed_on else ''}.")
+            checked = f"Checked {count_of(self.executions, 'execution')} of ops"
+            notes.append(f"{checked}{passed_on if self.passed_on else ''}.")
         inputs = [summary for finding in self.findings for summary in finding.inputs.values()]
         if not self._inf and any(summary.inf for summary in inputs):
             notes.append("Some inputs were Inf: nan:inf (shell) or NanTool(inf=True) (Python) says where.")

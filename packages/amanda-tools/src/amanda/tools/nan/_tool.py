@@ -167,7 +167,7 @@ class NanTool(amanda.Tool):
             inf=self._looks_for_inf,
         )  # fmt: skip
         result.remarks = folded_unread(list(self._unread_remarks))
-        return result
+        return result._of_tool(self)
 
     def clear(self) -> None:
         """Delete the findings; analysed ops stay analysed."""

@@ -280,7 +280,7 @@ class ProfileTool(amanda.Tool):
             f"{'x'.join(map(str, sizes))}."
             for sizes, ops in self._ops_by_batch_sizes.items()
         ]
-        return result
+        return result._of_tool(self)
 
     def clear(self) -> None:
         """Forget the records, and count the present step as step 0; analysed ops stay analysed."""

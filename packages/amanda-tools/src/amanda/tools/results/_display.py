@@ -70,7 +70,7 @@ def shortened(text: str, width: int) -> str:
 
 _BACKWARD = "_backward"
 
-NOTHING = "No op that this tool selects ran in `with amanda.apply(tool):`; the report has what fitted no op."
+NOTHING = "No op that this tool selects ran in its scope; `scope.report` names patterns that matched no op."
 """The note of an empty result."""
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from amanda.errors import AmandaError, did_you_mean
 from amanda.files import write_file
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     import pandas
     from rich.console import Console, ConsoleOptions
     from rich.text import Text
+
+ResultT = TypeVar("ResultT", bound="Result")
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,13 @@ class Result(ABC):
         # A lead tells why there is nothing, better than a note for all results.
         notes = [note for note in self.notes() if not (self.lead and note == NOTHING)]
         return [*filter(None, [self.lead]), *notes, *self.remarks]
+
+    def _of_tool(self: ResultT, tool: Any) -> ResultT:
+        """Return the result; if it is empty since its tool was never in a scope, the lead says so."""
+        if not tool._amanda.was_used and NOTHING in self.notes():
+            reason = "Nothing was recorded: no scope of this tool was entered"
+            self.lead = f"{reason}; run the model in `with amanda.apply(tool):`."
+        return self
 
     def __iter__(self) -> Iterator[Any]:
         """Yield each row as a named tuple, with columns in lower case: `row.flops_per_byte`."""

@@ -306,7 +306,7 @@ class StatsTool(TensorTool[_OpStreams]):
         living = (entry for record in list(self._records.values()) for entry in record.read_statistics())
         result = StatsResult([*self._deleted_by_key.values(), *living], self._quantiles)
         result.remarks = self.remarks
-        return result
+        return result._of_tool(self)
 
     def clear(self) -> None:
         """Forget what was measured; what was analysed stays."""

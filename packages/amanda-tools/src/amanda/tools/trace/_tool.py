@@ -60,7 +60,7 @@ class TraceTool(amanda.Tool):
     @property
     def result(self) -> TraceResult:
         """Return the graph so far, as a table."""
-        return TraceResult(self.graph)
+        return TraceResult(self.graph)._of_tool(self)
 
     @property
     def graph(self) -> Graph:
