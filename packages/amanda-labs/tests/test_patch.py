@@ -244,7 +244,7 @@ def test_the_index_of_an_output_that_an_op_lacks_is_an_error_with_their_number(x
 
 def test_the_index_of_an_input_that_an_op_lacks_is_an_error_with_their_number(x: Any) -> None:
     with pytest.raises(PatchError, match=r"index is 3 and /relu has 1 input, .* or None for all"):
-        under(PatchTool(type="relu", side="input", index=3), x.relu)
+        under(PatchTool(type="relu", side="input", index=3), lambda: x.relu())
 
 
 def test_gradients_reach_a_vector_where_asked(model: Any, x: Any, caplog: Any) -> None:
