@@ -5,6 +5,7 @@ Keras' `fit` has the tools alone.  fvcore and TorchLens look at one forward pass
 
 import copy
 import functools
+import gc
 import importlib
 import multiprocessing
 import sys
@@ -92,6 +93,7 @@ def first_steps(step: Step) -> dict[str, Times]:
                 for module in modules:
                     with suppress(ImportError):
                         importlib.import_module(module)
+                gc.collect()  # else what the imports left is collected in some tool's first step
                 continue
             times = found.setdefault(name, {BARE: [], "first": []})
             for values, value in zip(times.values(), seconds_by_part, strict=True):
