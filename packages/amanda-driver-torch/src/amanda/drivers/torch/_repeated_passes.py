@@ -90,7 +90,7 @@ class UnhookedPasses:
         self._wait_while(lambda: [entry for entry in passes if entry.is_adding_hooks])
 
     def note_hooks_added(self, backward_pass: Any) -> None:
-        """Let passes that wait for the hooks of this one go on."""
+        """Mark a pass as having added its hooks, and wake the passes that wait for these."""
         with self.lock:
             backward_pass.is_adding_hooks = False
             self._changed.notify_all()
