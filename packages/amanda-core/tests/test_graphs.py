@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from amanda import interceptor
-from amanda.interceptor import Graphs, Mark, _fallback
+from amanda.interceptor import DeferredRelease, Graphs, Mark, _fallback
 
 NATIVE = pytest.mark.skipif(not interceptor.NATIVE, reason="two interceptors are compared")
 
@@ -229,3 +229,48 @@ def test_a_graph_with_a_class_of_python_has_no_form() -> None:
     # Nothing is known of what a program's own function gives.
     assert graphs().form([]) == graphs().form([Op(1, [Leaf(0)])]) == 0
     assert graphs(_fallback).form([Op(1)]) == 0
+
+
+class Freed:
+    """Adds its name to a list when it is freed."""
+
+    def __init__(self, name: str, freed: list[str]) -> None:
+        self.name = name
+        self.freed = freed
+
+    def __del__(self) -> None:
+        self.freed.append(self.name)
+
+
+@pytest.mark.parametrize("kind", [DeferredRelease, _fallback.DeferredRelease])
+def test_a_release_within_another_comes_after_it(kind: Any) -> None:
+    freed: list[str] = []
+    # A tuple frees its last item first.
+    inner = kind((Freed("third", freed), kind(Freed("fourth", freed))))
+    release = kind((Freed("second", freed), inner, Freed("first", freed)))
+    del inner
+    assert freed == []
+    del release
+    assert freed == ["first", "second", "third", "fourth"]
+    kind(Freed("later", freed))
+    assert freed[4:] == ["later"]
+
+
+@pytest.mark.parametrize("kind", [DeferredRelease, _fallback.DeferredRelease])
+def test_chains_of_releases_are_freed_without_recursion(kind: Any) -> None:
+    freed: list[str] = []
+    chain: Any = Freed("last", freed)
+    for _ in range(200_000):
+        chain = kind(chain)
+    del chain
+    assert freed == ["last"]
+
+
+def test_what_an_interrupt_left_unmade_is_freed_quietly(monkeypatch: pytest.MonkeyPatch) -> None:
+    errors: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", errors.append)
+    marks = _fallback.Mark.alive()
+    for kind in (_fallback.DeferredRelease, _fallback.Mark):
+        kind.__new__(kind)  # the handler of a signal may raise before `__init__` has stored anything
+    assert errors == []
+    assert _fallback.Mark.alive() == marks

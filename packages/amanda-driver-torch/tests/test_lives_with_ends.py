@@ -8,6 +8,8 @@ from typing import Any
 import children
 import pytest
 
+from amanda.interceptor import NATIVE
+
 BEGIN = """
 import gc, logging, os, signal, sys, threading, time
 import amanda, torch
@@ -192,3 +194,39 @@ def test_graphs_of_any_depth_are_made_walked_and_freed() -> None:
         print("copied")
     """
     assert run(program, OMP_NUM_THREADS="1") == (0, ["freed", "walked", "copied"])
+
+
+@pytest.mark.skipif(not NATIVE, reason="Python finalizers lose what a signal's handler raises in them")
+def test_no_interrupt_is_lost_while_a_graph_is_freed() -> None:
+    program = """
+        import random
+        raised = caught = 0
+        class Interrupt(BaseException): pass
+        def interrupt(*_):
+            global raised
+            raised += 1
+            raise Interrupt
+        signal.signal(signal.SIGALRM, interrupt)
+        watching = amanda.Tool()
+        watching.add_inst_for_op(lambda context: None, backward=True)
+        leaf = x.clone().requires_grad_()
+        end = time.monotonic() + 1.5
+        while time.monotonic() < end:
+            try:
+                try:
+                    with amanda.apply(watching):
+                        loss = leaf
+                        for _ in range(400):
+                            loss = loss * 1.0
+                        loss.sum().backward(retain_graph=True)
+                        signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-6, 4e-4))
+                        del loss
+                        for _ in range(300):
+                            pass
+                finally:
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+            except Interrupt:
+                caught += 1
+        print(raised > 10, raised - caught)
+    """
+    assert run(program, OMP_NUM_THREADS="1") == (0, ["True 0"])

@@ -17,7 +17,8 @@ routine that native code calls only where an op's outputs are not finite. `Momen
 read many arrays at once, by the buffer protocol. A `Clock` measures executions, which nest on each thread; a
 `StorageTracker` counts the bytes of live storages, and a `SavedTensorReader` reads what ops have saved for
 their backward ops. `ExecutionRecords`, `LiveTensors` and `SentGradients` hold what a tool has recorded of the
-dataflow between ops, for a `RepeatObserver`, which native code calls only for what is new.
+dataflow between ops, for a `RepeatObserver`, which native code calls only for what is new. A
+`DeferredRelease` lets deep graphs of backward ops be freed without recursion.
 
 Without a C compiler at install time a pure-Python interceptor offers the same names, and replaces
 callables as attributes; `NATIVE` tells which interceptor is in force and `REASON` why.
@@ -47,6 +48,7 @@ __all__ = [
     "CallCache",
     "Clock",
     "ClockObserver",
+    "DeferredRelease",
     "Detour",
     "Enclosure",
     "ExecutionRecord",

@@ -334,6 +334,7 @@ def graphs_are_marked_and_read() -> Iterator[tuple[str, Act, Act]]:
     yield "mark", lambda: of.mark(outputs, mark), check
     yield "marked", lambda: of.marked([ops[-1]]), check
     yield "Mark", lambda: interceptor.Mark("trace", 0, 40, 200), check
+    yield "DeferredRelease", lambda: interceptor.DeferredRelease(last), check
     yield "Graphs", lambda: interceptor.Graphs(Tensor, Leaf, *"abcdef", id), check
     yield "marker", lambda: of.marker("trace", True), check
 

@@ -3,6 +3,7 @@
 Without native code plans run in Python, which needs no program, hook, reader of tensors or moments.
 """
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -332,12 +333,48 @@ class Mark:
         Mark._alive += 1
 
     def __del__(self) -> None:
-        Mark._alive -= 1
+        if "shapes" in vars(self):  # missing if a signal's handler has raised in __init__
+            Mark._alive -= 1
 
     @staticmethod
     def alive() -> int:
         """Return the number of living marks."""
         return Mark._alive
+
+
+class _Releases(threading.local):
+    """Objects that wait to be freed on this thread: whichever drops the last reference frees a graph."""
+
+    def __init__(self) -> None:
+        self.waiting: list[Any] = []  # objects that the running loop is to free
+        self.is_running = False
+
+
+class DeferredRelease:
+    """Holds objects; when it is freed within the freeing of another's objects, they are freed after those.
+
+    A chain of objects that hold each other by these is freed without recursion, however long it is.
+    """
+
+    _of_thread = _Releases()
+    _objects: Any = None  # stays None if a signal's handler raises before `__init__` has stored them
+
+    def __init__(self, objects: Any) -> None:
+        self._objects = objects
+
+    def __del__(self) -> None:
+        """Free the objects, or leave them to the loop that already runs on this thread."""
+        releases = self._of_thread
+        releases.waiting.append(self._objects)
+        self._objects = None
+        if releases.is_running:  # the loop of an outer call frees the objects after this one returns
+            return
+        releases.is_running = True
+        try:
+            while releases.waiting:
+                releases.waiting.pop()
+        finally:
+            releases.is_running = False
 
 
 class Graphs:

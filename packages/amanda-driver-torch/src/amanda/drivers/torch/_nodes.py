@@ -1,18 +1,17 @@
 """Hooks at autograd's nodes, and graphs too deep for torch to free recursively."""
 
 import functools
-import threading
 from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
 from amanda.backend import Patches
-from amanda.interceptor import NATIVE, HookRegistrar, Mark
+from amanda.interceptor import NATIVE, DeferredRelease, HookRegistrar, Mark
 
 from ._saved_tensors import has_hooks
 
 AccumulateGrad = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
-FREED_AFTER_KEY = "amanda.relief"
+SUCCESSORS_KEY = "amanda.successors"
 
 
 class NodeHooks:
@@ -93,46 +92,11 @@ def _note_hooks_on_tensors(patches: Patches) -> None:
         patches.set(holder, name, noting(getattr(holder, name)))
 
 
-class _FreeingState(threading.local):
-    """Successors that wait to be freed on this thread: graphs end on whichever drops the last reference."""
-
-    def __init__(self) -> None:
-        self.waiting: list[Any] = []  # successors that the running loop is to free
-        self.is_running = False
-
-
-class FreedAfterNode:
-    """Object that a node holds and that holds the node's successors, to free them after the node.
-
-    Python frees the successors from a list, one after another; torch would free each within the last.
-    """
-
-    __slots__ = ("_freeing", "_successors")
-    _of_thread = _FreeingState()
-
-    def __init__(self, successors: list[Any]) -> None:
-        self._successors = successors
-        self._freeing = self._of_thread
-
-    def __del__(self) -> None:
-        """Free the successors, or leave them to the loop that already runs on this thread."""
-        freeing = self._freeing
-        freeing.waiting.append(self._successors)
-        del self._successors
-        if freeing.is_running:  # the loop of an outer call frees the successors after this one returns
-            return
-        freeing.is_running = True
-        try:
-            while freeing.waiting:
-                freeing.waiting.pop()
-        finally:
-            freeing.is_running = False
-
-
 def free_without_recursion(node: Any) -> None:
     """Keep torch from freeing the graph behind a node by recursion, which overflows the stack if it is deep.
 
+    The node's metadata hold its successors too, and free them after the node, not within its freeing.
     Native code calls this for some of the nodes that it visits, so that chains between them stay short.
     """
     successors = [child for child, _ in node.next_functions if child is not None]
-    node.metadata.setdefault(FREED_AFTER_KEY, FreedAfterNode(successors))
+    node.metadata.setdefault(SUCCESSORS_KEY, DeferredRelease(successors))

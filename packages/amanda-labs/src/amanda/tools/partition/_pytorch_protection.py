@@ -317,7 +317,8 @@ class ProtectedExecution:
 
     def __del__(self) -> None:
         # Autograd has dropped the node.  No message is sent here: this may run on any thread, at any time.
-        self.protection.dropped_executions.append(self.number)
+        if self.number >= 0:  # the process may know of this execution
+            self.protection.dropped_executions.append(self.number)
 
 
 @cache
@@ -382,10 +383,11 @@ class BackwardPasses:
         import torch
 
         if number not in self.paths:
-            self.paths[number] = ()
             engine: Any = torch.autograd.Variable._execution_engine
+            pass_end = _PassEnd(number, protection)
+            self.paths[number] = ()
             # Called after the last node of the pass, and dropped without a call if a node raises.
-            engine.queue_callback(_PassEnd(number, protection).end)
+            engine.queue_callback(pass_end.end)
 
     def set_parameters(self, number: int, paths: Sequence[str]) -> None:
         """Record the parameters that have gradients in a pass so far."""
@@ -413,6 +415,8 @@ class _PassEnd:
                 stand_ins[path].fill_gradient()
 
     def __del__(self) -> None:
+        if "_protection" not in vars(self):  # a signal's handler has raised in __init__
+            return
         # After `end` the pass is not there any more; if autograd did not call it, the pass has failed.
         passes = self._protection.passes
         if passes.paths.pop(self._number, None) is not None:

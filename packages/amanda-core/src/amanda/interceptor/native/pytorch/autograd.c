@@ -68,6 +68,47 @@ PyTypeObject Mark_Type = {
     .tp_members = mark_members,
 };
 
+/* ---- graphs of any depth are freed ---- */
+
+typedef struct DeferredRelease {
+    PyObject_HEAD
+    PyObject *objects; /* owned */
+    struct DeferredRelease *next;
+} DeferredRelease;
+
+static PyObject *deferred_release_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(kwargs)) {
+    PyObject *objects;
+    if (!PyArg_ParseTuple(args, "O", &objects)) return NULL;
+    DeferredRelease *self = (DeferredRelease *)type->tp_alloc(type, 0);
+    if (self) self->objects = Py_NewRef(objects);
+    return (PyObject *)self;
+}
+
+/* No Python frame runs here, in which a signal's handler could raise, and be lost as every exception of a finalizer is. */
+static void deferred_release_dealloc(DeferredRelease *self) {
+    static __thread DeferredRelease *waiting; /* their objects are freed by the running loop */
+    static __thread int is_running;
+    self->next = waiting;
+    waiting = self;
+    if (is_running) return;
+    is_running = 1;
+    while ((self = waiting)) {
+        waiting = self->next;
+        Py_CLEAR(self->objects);
+        Py_TYPE(self)->tp_free(self);
+    }
+    is_running = 0;
+}
+
+static PyTypeObject DeferredRelease_Type = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "amanda.interceptor.DeferredRelease",
+    .tp_basicsize = sizeof(DeferredRelease),
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_doc = "DeferredRelease(objects): holds objects; when it is freed within another's freeing, they are freed after those.",
+    .tp_new = deferred_release_new,
+    .tp_dealloc = (destructor)deferred_release_dealloc,
+};
+
 /* ---- the graph ---- */
 
 /* Offsets: in a Python object of an op, of the address of its node; in a node, of the address of that object, of the
@@ -593,5 +634,6 @@ PyTypeObject Graphs_Type = {
 
 int graph_boot(PyObject *names) {
     if (PyType_Ready(&BackwardMarker_Type)) return -1;
-    return add_type(names, "Mark", &Mark_Type) || add_type(names, "Graphs", &Graphs_Type) ? -1 : 0;
+    if (add_type(names, "Mark", &Mark_Type) || add_type(names, "DeferredRelease", &DeferredRelease_Type)) return -1;
+    return add_type(names, "Graphs", &Graphs_Type);
 }
