@@ -2,6 +2,7 @@
 
 import gc
 import importlib
+import logging
 import random
 import sys
 import threading
@@ -23,6 +24,7 @@ from torch.utils.checkpoint import (
 )
 
 import amanda
+from amanda.drivers.torch._requirements import CHECKPOINT_GENERATOR, log_once
 
 Kind = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
 
@@ -231,8 +233,20 @@ def test_a_checkpoint_of_modules_that_is_imported_in_a_scope_is_torchs_own_after
     monkeypatch.delitem(sys.modules, name)
     with amanda.apply(Scaling()):
         module: Any = importlib.import_module(name)
-    generator = torch.utils.checkpoint._checkpoint_without_reentrant_generator
-    assert module._checkpoint_without_reentrant_generator is generator
+    generator = getattr(torch.utils.checkpoint, CHECKPOINT_GENERATOR)
+    assert getattr(module, CHECKPOINT_GENERATOR) is generator
+    assert not hasattr(generator, "__wrapped__")
+
+
+def test_a_checkpoint_of_modules_that_runs_otherwise_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = importlib.import_module("torch.distributed._composable.checkpoint_activation")
+    monkeypatch.delattr(module, CHECKPOINT_GENERATOR)
+    log_once.cache_clear()
+    with caplog.at_level(logging.WARNING, "amanda"), amanda.apply(Scaling()):
+        pass
+    assert "ops that composable checkpoints recompute have ids of their own" in caplog.text
 
 
 def test_rounds_of_a_loop_recall_their_own_decisions(kind: Kind) -> None:

@@ -9,6 +9,7 @@ import torch.utils.checkpoint
 import amanda
 from amanda import interceptor
 from amanda.drivers.torch import TorchDriver
+from amanda.drivers.torch._requirements import CHECKPOINT_GENERATOR
 from amanda.scope.attachment import attachment
 
 
@@ -24,7 +25,7 @@ def state() -> list[Any]:
         vars(torch._C.ScriptFunction)["__call__"],
         torch.autograd._engine_run_backward,
         torch.autograd.graph._engine_run_backward,
-        torch.utils.checkpoint._checkpoint_without_reentrant_generator,
+        getattr(torch.utils.checkpoint, CHECKPOINT_GENERATOR),
         vars(torch.utils.checkpoint.CheckpointFunction)["forward"],
         torch.relu,
         torch.is_grad_enabled(),

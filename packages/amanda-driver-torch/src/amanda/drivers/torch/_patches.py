@@ -36,7 +36,7 @@ from ._compiled_callables import (
 )
 from ._control_flow import run_control_flow_op_by_op
 from ._modules import call_within
-from ._requirements import log_once, torch_attribute
+from ._requirements import CHECKPOINT_GENERATOR, log_once, torch_attribute, warn_of_absent_name
 
 if TYPE_CHECKING:
     from ._driver import TorchDriver
@@ -52,9 +52,6 @@ COMPOSABLE_MODULE = "torch.distributed._composable.checkpoint_activation"
 COMPOSABLE_FILE = str(
     Path(torch.__file__).parent.joinpath(*COMPOSABLE_MODULE.split(".")[1:]).with_suffix(".py")
 )
-_CHECKPOINT_GENERATOR = "_checkpoint_without_reentrant_generator"
-_CHECKPOINT_GENERATORS = (f"{_CHECKPOINT_GENERATOR}_impl", _CHECKPOINT_GENERATOR)
-"""Names of the function that runs a checkpoint: since torch 2.14, and before."""
 
 INTERNAL_FUNCTIONS = {
     ("torch.export._trace", "_export"): ("torch.export", "the ops are recorded as they are"),
@@ -112,11 +109,10 @@ class TorchPatches:
         What their hooks compute is hidden from tools.
         """
         checkpoint = torch.utils.checkpoint
-        generator_name = next((name for name in _CHECKPOINT_GENERATORS if hasattr(checkpoint, name)), "")
-        generator = getattr(checkpoint, generator_name, None)
+        generator = getattr(checkpoint, CHECKPOINT_GENERATOR, None)
         if generator is not None:
             wrapped_generator = _wrap_checkpoint_generator(generator)
-            patches.set(checkpoint, generator_name, wrapped_generator)
+            patches.set(checkpoint, CHECKPOINT_GENERATOR, wrapped_generator)
             patches.when_imported(
                 COMPOSABLE_MODULE, lambda: _patch_composable_checkpoint(patches, wrapped_generator)
             )
@@ -180,25 +176,29 @@ def _wrap_checkpoint_generator(generator: Callable[..., Any]) -> Callable[..., A
 def _patch_composable_checkpoint(patches: Patches, wrapped_generator: Any) -> None:
     """Make a module that `torch.distributed._composable.checkpoint` has marked recompute within its call.
 
-    Does nothing if that function runs checkpoints otherwise.
+    Warns if that function runs checkpoints otherwise.
     wrapped_generator: the driver's wrapper of torch's generator; a module that has imported this wrapper gets
     torch's generator back first.
     """
     module: Any = sys.modules[COMPOSABLE_MODULE]
-    generator = getattr(module, _CHECKPOINT_GENERATOR, None)
+    generator = getattr(module, CHECKPOINT_GENERATOR, None)
     if generator is None:
+        warn_of_absent_name(
+            f"{COMPOSABLE_MODULE.removeprefix('torch.')}.{CHECKPOINT_GENERATOR}",
+            "ops that composable checkpoints recompute have ids of their own",
+        )
         return
     if generator is wrapped_generator:  # imported in this scope, whose end the module outlives
         generator = wrapped_generator.__wrapped__
-        setattr(module, _CHECKPOINT_GENERATOR, generator)
+        setattr(module, CHECKPOINT_GENERATOR, generator)
 
     @functools.wraps(generator)
     def generate(fn: torch.nn.Module, *args: Any, **kwargs: Any) -> Generator[None, Any, Any]:
         # The checkpoint begins within the call of the module, so its place is in that call already.
-        run_generator = getattr(torch.utils.checkpoint, _CHECKPOINT_GENERATOR)
+        run_generator = getattr(torch.utils.checkpoint, CHECKPOINT_GENERATOR)
         return run_generator(functools.partial(call_within, fn), *args, **kwargs)  # type: ignore[no-any-return]
 
-    patches.set(module, _CHECKPOINT_GENERATOR, generate)
+    patches.set(module, CHECKPOINT_GENERATOR, generate)
 
 
 def _wrap_checkpoint_forward(forward: Callable[..., Any]) -> Any:

@@ -8,6 +8,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 
 from ._targets import missing_paths
 
@@ -73,6 +74,11 @@ ESSENTIAL = (
 )
 """Without one of these nothing is instrumented."""
 
+CHECKPOINT_GENERATOR = "_checkpoint_without_reentrant_generator"
+"""Name of the function that runs a checkpoint; since torch 2.14 old callers alone use it without `_impl`."""
+if hasattr(torch.utils.checkpoint, f"{CHECKPOINT_GENERATOR}_impl"):
+    CHECKPOINT_GENERATOR += "_impl"
+
 OPTIONAL = {
     "utils.data.dataloader._MultiProcessingDataLoaderIter._reset": "the report lacks ops of a DataLoader's "
     "worker processes",
@@ -94,7 +100,7 @@ OPTIONAL = {
     "_subclasses.meta_utils.MetaConverter.__call__": "ops that make fake tensors of real ones are seen",
     "fx.experimental.proxy_tensor.get_proxy_mode": "graphs by make_fx record the ops of routines",
     "jit._builtins._find_builtin": "without native code, TorchScript of a scope calls Python",
-    "utils.checkpoint._checkpoint_without_reentrant_generator": "recomputed ops have ids of their own",
+    f"utils.checkpoint.{CHECKPOINT_GENERATOR}": "recomputed ops have ids of their own",
     "utils.checkpoint.CheckpointFunction.forward": "recomputed ops have ids of their own",
     "utils.checkpoint._recomputation_hook.__init__": "tensors that checkpoints keep are seen as ops",
 }
@@ -153,14 +159,19 @@ def missing_for_graphs() -> tuple[str, ...]:
 
 def warn_of_absent_names() -> None:
     """Log a warning for each optional name, and each part of torch's API, that this torch lacks."""
-    version_note = f"amanda-driver-torch was tested with torch up to {NEWEST_TESTED}"
     # Parts of torch's API differ between builds as well as versions: warn, and serve the rest.
     consequence_by_path = dict.fromkeys(missing_paths(), "its calls are not seen")
     consequence_by_path |= {
         path: consequence for path, consequence in OPTIONAL.items() if torch_attribute(path) is None
     }
     for path, consequence in consequence_by_path.items():
-        log_once(logging.WARNING, f"torch {torch.__version__} lacks {path}: {consequence}; {version_note}")
+        warn_of_absent_name(path, consequence)
+
+
+def warn_of_absent_name(path: str, consequence: str) -> None:
+    """Log a warning, the first time, that this torch lacks a name; path: without `torch.`."""
+    version_note = f"amanda-driver-torch was tested with torch up to {NEWEST_TESTED}"
+    log_once(logging.WARNING, f"torch {torch.__version__} lacks {path}: {consequence}; {version_note}")
 
 
 def count_private_names() -> int:
