@@ -292,8 +292,8 @@ def _reads_layers(reader: interceptor.Reader, *tensors: torch.Tensor) -> bool:
 _LIBRARIES = {"linux": "lib{}.so", "darwin": "lib{}.dylib"}
 _GET_SWITCHES = "_ZN3c1013AutogradState13get_tls_stateEv"  # c10::AutogradState &get_tls_state()
 _WORD = ctypes.sizeof(ctypes.c_void_p)
-_END = 22 * _WORD
-"""Length of the searched bytes of a tensor, which is longer in every version of torch."""
+_END = 23 * _WORD
+"""Length of the searched bytes of a tensor, up to its keys, with which it ends; a word less since torch 2.13."""
 
 
 class Libraries:
