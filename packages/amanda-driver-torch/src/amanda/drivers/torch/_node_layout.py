@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 _WORD = ctypes.sizeof(ctypes.c_void_p)
-_NODE_SIZE = 16 * _WORD
+_NODE_SIZE = 18 * _WORD
 """Bytes of a node that are searched; nodes have more in every version of torch."""
 _METADATA_SIZE = 8 * _WORD
 
