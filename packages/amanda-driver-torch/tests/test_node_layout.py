@@ -78,7 +78,8 @@ def test_a_function_of_the_program_has_no_form() -> None:
     from_memory = graphs(find_node_layout())
     for result in (Doubled.apply, lambda x: Doubled.apply(x).sin(), lambda x: Doubled.apply(x.sin()).sin()):
         for _ in range(3):
-            root = result(torch.rand(4, requires_grad=True)).grad_fn
+            output = result(torch.rand(4, requires_grad=True))
+            root = output.grad_fn
             assert from_memory.form([root]) == graphs().form([root]) == 0
 
 

@@ -264,7 +264,10 @@ def test_tensors_of_any_kind_have_keys_and_versions(x: torch.Tensor, make: Any) 
     before = READER.version(tensor)
     assert before == tensor._version
     with torch.no_grad():
-        torch._C._autograd._unsafe_set_version_counter((tensor,), (before + 3,))
+        try:
+            torch._C._autograd._unsafe_set_version_counter((tensor,), (before + 3,))
+        except TypeError:  # before torch 2.5: a single tensor
+            torch._C._autograd._unsafe_set_version_counter(tensor, before + 3)  # type: ignore[arg-type]
     assert READER.version(tensor) == tensor._version == before + 3
 
 
@@ -519,7 +522,8 @@ def test_an_op_in_place_goes_through_python_where_what_it_saves_cannot_be_reache
             (x * 2).sigmoid_()
 
     x.requires_grad_()
-    for program in (of_a_view, under_hooks):
+    can_see_hooks = hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks")  # since torch 2.8
+    for program in (of_a_view, under_hooks) if can_see_hooks else (of_a_view,):
         callers: list[str] = []
         module = Program(program)
         noting = Around("sigmoid_", after=lambda _, to=callers: to.append(sys._getframe(1).f_code.co_name))

@@ -16,12 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint as checkpoint_module
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-    set_checkpoint_early_stop,
-)
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import amanda
 from amanda.drivers.torch._requirements import CHECKPOINT_GENERATOR, log_once
@@ -29,9 +24,15 @@ from amanda.drivers.torch._requirements import CHECKPOINT_GENERATOR, log_once
 Kind = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
 
 
-def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def selective() -> Any:
+    """Return the contexts of a checkpoint that keeps products."""
+    policies = torch.utils.checkpoint.CheckpointPolicy
     products = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-    return CheckpointPolicy.MUST_SAVE if op in products else CheckpointPolicy.PREFER_RECOMPUTE
+    return torch.utils.checkpoint.create_selective_checkpoint_contexts(  # type: ignore[no-untyped-call]
+        lambda context, op, *args, **kwargs: (
+            policies.MUST_SAVE if op in products else policies.PREFER_RECOMPUTE
+        )
+    )
 
 
 def nested(function: Callable[[Tensor], Tensor], x: Tensor, use_reentrant: bool) -> Tensor:
@@ -64,12 +65,10 @@ KINDS: dict[str, Kind] = {
     "non-reentrant": partial(checkpoint, use_reentrant=False),
     "nested reentrant": partial(nested, use_reentrant=True),
     "nested non-reentrant": partial(nested, use_reentrant=False),
-    "selective": partial(
-        checkpoint, use_reentrant=False,
-        context_fn=lambda: create_selective_checkpoint_contexts(policy),  # type: ignore[no-untyped-call]
-    ),
     "composable": composable,
-}  # fmt: skip
+}
+if hasattr(torch.utils.checkpoint, "CheckpointPolicy"):  # since torch 2.5
+    KINDS["selective"] = partial(checkpoint, use_reentrant=False, context_fn=selective)
 
 
 @pytest.fixture(params=KINDS)
