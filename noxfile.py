@@ -359,7 +359,12 @@ def torch_versions(session: nox.Session, version: str) -> None:
     tests = [f"{TORCH}/tests/{name}.py" for name in (*OF_PRIVATE_NAMES, "graph/test_other_versions")]
     found = {**OLD_WARNINGS, "LD_LIBRARY_PATH": str(libraries)}
     support(
-        session, "PyTorch", version, "private names, compiled callables, conformance suite", *tests, **found
+        session,
+        "PyTorch",
+        version,
+        "private names, layouts, compiled callables, conformance suite",
+        *tests,
+        **found,
     )
 
 
