@@ -51,15 +51,16 @@ def test_a_torch_that_lacks_a_function_is_read_by_python_and_a_warning_says_so(
 
 
 @natively
-def test_a_torch_that_lacks_an_offset_is_read_by_functions_and_a_warning_says_so(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("missing", ["_GET_SWITCHES", "_STRIDES"])
+def test_a_torch_that_lacks_a_part_is_read_by_other_means_and_a_warning_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, missing: str
 ) -> None:
-    monkeypatch.setattr(_reader, "_GET_SWITCHES", "no_such_function")
+    monkeypatch.setattr(_reader, missing, "no_such_function")
     with caplog.at_level("WARNING", "amanda"):
         reader, lacking = make_reader(torch.add)
     assert reader is not None
     assert lacking == "no_such_function"
-    assert "by function calls, so that routines take longer" in caplog.text
+    assert "in part, so that routines take longer: it lacks no_such_function" in caplog.text
 
 
 class Looking(amanda.Tool):
@@ -218,7 +219,9 @@ def test_wrappers_of_functionalize_and_traced_tensors_have_no_key(x: torch.Tenso
 
 @natively
 def test_the_layout_of_this_build_is_known() -> None:
-    assert find_layout(Libraries()) is not None
+    layout, missing_part = find_layout(Libraries())
+    assert layout is not None
+    assert missing_part == ""
 
 
 @natively

@@ -30,6 +30,7 @@ _AUTODIFF_FUNCTIONS = (
     "_ZN3c108GradMode11set_enabledEb",  # void c10::GradMode::set_enabled(bool)
     "_ZN2at15sequence_number4peekEv",  # uint64_t at::sequence_number::peek()
 )
+_STRIDES = "aoti_torch_get_strides"
 _FUNCTION_MODE = "_ZN2at4impl27torch_function_mode_enabledEv"
 _KEY_INCLUDED = "_ZN3c104impl28tls_is_dispatch_key_includedENS_11DispatchKeyE"
 _TRANSFORM = "FuncTorchDynamicLayerFrontMode"
@@ -51,12 +52,15 @@ def make_reader(
     """Return a reader of tensors for native code, and the part that it lacks, or ""; log a warning of a lack.
 
     None stands for a build of torch that cannot be read: Python does the same work at a multiple of the time.
-    Without a layout of tensors native code calls functions of torch instead of reading memory.
+    Without a layout of tensors native code calls functions of torch, and Python reads numbers.
     straight_through: returns a value whose gradient goes to an original.
     """
     try:
         libraries = Libraries()
         tensor_layout, missing_part = find_layout(libraries)
+        element_layout = None
+        if tensor_layout is not None:
+            element_layout, missing_part = _element_layout(libraries)
         # In these modes native code hands calls to Python, which knows how to leave and enter them.
         mode_is_enabled = libraries.address(_FUNCTION_MODE)
         key_is_included = libraries.address(_KEY_INCLUDED)
@@ -79,7 +83,7 @@ def make_reader(
             ),
             layout=tensor_layout,
             wrappers=_wrapper_layout(),
-            elements=_element_layout(libraries) if tensor_layout else None,
+            elements=element_layout,
         )
         # Symbols may exist and mean something else in another build: a trial on samples decides.
         if _reads_correctly(reader):
@@ -97,9 +101,7 @@ _READS_NOTHING = (
     "native code cannot read the tensors of torch %s, so routines are several times slower: %s; "
     "a version of amanda-driver-torch for this torch can: pip install --upgrade amanda-driver-torch"
 )
-_READS_SLOWLY = (
-    "native code reads the tensors of torch %s by function calls, so that routines take longer: it lacks %s"
-)
+_READS_SLOWLY = "native code reads the tensors of torch %s in part, so that routines take longer: it lacks %s"
 
 
 def _handle_offset() -> int:
@@ -153,30 +155,32 @@ def _storage_offset() -> int:
     raise LookupError("the storage of a tensor")
 
 
-def _element_layout(libraries: "Libraries") -> tuple[Any, ...] | None:
-    """Return where numbers of tensors lie in host memory, and which bits of an element say NaN or Inf.
+def _element_layout(libraries: "Libraries") -> tuple[tuple[Any, ...] | None, str]:
+    """Return where numbers of tensors lie in host memory, and the part that was not found, or "".
 
-    None if this torch keeps them elsewhere: Python then reads numbers, which takes longer.
+    With it, which bits of an element say NaN or Inf.  None if a part was not found: Python then reads the
+    numbers, which takes longer.
     """
     starts, lengths = [1, 3, 2], [4, 9, 5]
     samples = [torch.zeros(length)[start:] for start, length in zip(starts, lengths, strict=True)]
     storages = [sample.untyped_storage() for sample in samples]
     kinds = [(torch.zeros(1, dtype=dtype), width, mask) for dtype, (width, mask) in _EXPONENTS.items()]
 
-    def offset_of(words: list[int]) -> int | None:
-        """Return the offset of a word in the storages; None if there is none."""
+    def offset_of(words: list[int]) -> int:
+        """Return the offset of a word in the storages; raise LookupError if there is none."""
         for offset in range(0, 10 * _WORD, _WORD):
             if [ctypes.c_uint64.from_address(storage._cdata + offset).value for storage in storages] == words:
                 return offset
-        return None
+        raise LookupError("a part of a storage")
 
-    data = offset_of([storage.data_ptr() for storage in storages])
-    size = offset_of([storage.nbytes() for storage in storages])
-    if data is None or size is None:
-        return None
-    start = _first_offset(lambda place: _words_at(ctypes.c_int64, samples, place) == starts)
-    strides = libraries.address("aoti_torch_get_strides")
-    return data, size, start, *_negation_key(), strides, tuple(kinds)
+    try:
+        data = offset_of([storage.data_ptr() for storage in storages])
+        size = offset_of([storage.nbytes() for storage in storages])
+        start = _first_offset(lambda place: _words_at(ctypes.c_int64, samples, place) == starts)
+        strides = libraries.address(_STRIDES)
+        return (data, size, start, *_negation_key(), strides, tuple(kinds)), ""
+    except LookupError as error:
+        return None, str(error)
 
 
 def _negation_key() -> tuple[int, int]:
@@ -293,7 +297,7 @@ _LIBRARIES = {"linux": "lib{}.so", "darwin": "lib{}.dylib"}
 _GET_SWITCHES = "_ZN3c1013AutogradState13get_tls_stateEv"  # c10::AutogradState &get_tls_state()
 _WORD = ctypes.sizeof(ctypes.c_void_p)
 _END = 23 * _WORD
-"""Length of the searched bytes of a tensor, up to its keys, with which it ends; a word less since torch 2.13."""
+"""Length of the searched bytes of a tensor, which ends with its keys; a word shorter since torch 2.13."""
 
 
 class Libraries:
