@@ -428,3 +428,21 @@ def test_a_backward_op_that_is_new_in_an_inner_scope_is_analysed_by_tools_of_bot
     # The inner tool reads what mappings of the outer one write into contexts.
     assert inner.result.total("macs", "backward") == 2 * inner.result.total("macs", "forward") == 64
     assert outer.result.total("macs", "backward") == 128
+
+
+def test_a_pass_outside_of_scopes_runs_where_torch_has_kept_none_as_its_callers_context() -> None:
+    def outside() -> None:
+        opened.wait(60)
+        torch._C._stash_obj_in_tls("context", None)  # as torch 2.12 does after each pass
+        try:
+            w.square().sum().backward()
+        finally:
+            getattr(torch._C, "_remove_obj_from_tls", lambda key: None)("context")
+
+    w, opened = leaf(), threading.Event()
+    thread = threading.Thread(target=outside)  # not in the scope, which opens later
+    thread.start()
+    with amanda.apply(FlopsTool()):
+        opened.set()
+        thread.join()
+    assert w.grad is not None

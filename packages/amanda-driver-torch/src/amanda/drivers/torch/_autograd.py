@@ -8,6 +8,7 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from contextvars import Context
 from types import FrameType
 from typing import Any, ClassVar
 
@@ -188,8 +189,8 @@ def activation_of_pass_caller() -> interceptor.Activation | None:
         or not _has_copied_object("context")
     ):
         return None
-    activation: interceptor.Activation | None = _copied_object("context").get(interceptor.ACTIVATION)
-    return activation
+    context: Context | None = _copied_object("context")  # None after a pass of torch 2.12
+    return None if context is None else context.get(interceptor.ACTIVATION)
 
 
 def _enable_double_backward(state: State) -> None:
