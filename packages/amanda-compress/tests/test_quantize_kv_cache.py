@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import numpy as np
@@ -71,12 +72,20 @@ class HandCache:
         self.cache.layers = [Layer(), Layer()]
 
 
+def call(model: nn.Module, ids: Tensor, cache: Any) -> Any:
+    """Return a model's output for tokens that follow those of a cache, and extend the cache."""
+    parameters = inspect.signature(model.forward).parameters
+    # Transformers renames the argument in 5.24.
+    name = "cache" if "cache" in parameters else "past_key_values"
+    return model(ids, **{name: cache}, use_cache=True)
+
+
 def steps(model: nn.Module, cache: Any) -> Tensor:
     """Return the logits of a prompt of five tokens and of seven steps with a token each."""
     logits = []
     with torch.no_grad():
         for part in (IDS[:, :5], *IDS[:, 5:].split(1, 1)):
-            logits.append(model(part, past_key_values=cache, use_cache=True).logits)
+            logits.append(call(model, part, cache).logits)
     return torch.cat(logits, 1)
 
 
@@ -111,10 +120,10 @@ def test_steps_are_those_of_transformers_quantized_layer(transformers: Any) -> N
     cache.layers = [Layer(residual_length=1), Layer(residual_length=1)]
     model = made(transformers, "llama")
     with torch.no_grad():
-        wanted = [model(one, past_key_values=cache, use_cache=True).logits for one in IDS.split(1, 1)]
+        wanted = [call(model, one, cache).logits for one in IDS.split(1, 1)]
         own, tool = transformers.DynamicCache(), KVCacheTool(8, 4, residual=1)
         with amanda.apply(tool):
-            found = [model(one, past_key_values=own, use_cache=True).logits for one in IDS.split(1, 1)]
+            found = [call(model, one, own).logits for one in IDS.split(1, 1)]
     # They round older tokens at each step again, which moves them by an ulp.
     torch.testing.assert_close(torch.cat(found), torch.cat(wanted), rtol=0, atol=1e-5)
 
@@ -160,9 +169,9 @@ def test_a_model_without_a_growing_cache_is_told(transformers: Any) -> None:
     assert "cache of fixed size" in str(tool.result)
     cache = transformers.DynamicCache()
     with torch.no_grad():
-        model(IDS, past_key_values=cache)
+        call(model, IDS, cache)
         with amanda.apply(tool):
-            model(IDS[:, :1], past_key_values=cache)
+            call(model, IDS[:, :1], cache)
     assert "continues 12 tokens that the tool has not seen" in str(tool.result)
     assert not tool.caches
 
@@ -174,10 +183,10 @@ def test_a_longer_cache_of_before_is_left_where_another_began(transformers: Any)
         transformers.DynamicCache(),
     )
     with torch.no_grad():
-        model(IDS, past_key_values=cache)
+        call(model, IDS, cache)
         with amanda.apply(tool):
             model(IDS[:, :5], use_cache=True)
-            model(IDS[:, :1], past_key_values=cache)
+            call(model, IDS[:, :1], cache)
     assert "continues 12 tokens that the tool has not seen" in str(tool.result)
     assert [one.quantised_tokens for one in tool.caches] == [5] * 4
 
@@ -249,10 +258,10 @@ def test_channels_and_tokens_fit_groups(transformers: Any) -> None:
         model(IDS, use_cache=True)
     tool, cache = KVCacheTool(4, 4, keys="channel", residual=0), transformers.DynamicCache()
     with torch.no_grad(), amanda.apply(tool):
-        model(IDS, past_key_values=cache)
+        call(model, IDS, cache)
         cache.crop(-3)
         with pytest.raises(QuantizeError, match="had 12 tokens, and have 9 of them now"):
-            model(IDS[:, :1], past_key_values=cache)
+            call(model, IDS[:, :1], cache)
 
 
 class Growing(nn.Module):
