@@ -30,7 +30,7 @@ NEVER = -1
 """`Weight.updated` as long as its state is not made."""
 
 
-class WeightError(AmandaError, ValueError):
+class WeightError(AmandaError, ValueError, module="amanda.tools.weights"):
     """A weight, a model or an option that a tool which changes weights cannot serve."""
 
 
