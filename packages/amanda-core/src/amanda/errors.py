@@ -31,8 +31,8 @@ __all__ = [
 class AmandaError(Exception):
     """Root of Amanda's errors; catch it to catch them all.
 
-    `class RankError(AmandaError, module="amanda.tools.low_rank")` is shown in tracebacks, and pickled, under the
-    package that users import the class from, where a private module of the package defines the class.
+    `class RankError(AmandaError, module="amanda.tools.low_rank")`, in a private module of this package, is
+    shown in tracebacks, and pickled, under the path that users import the class from.
     """
 
     def __init_subclass__(cls, module: str | None = None) -> None:
