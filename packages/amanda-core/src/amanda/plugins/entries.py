@@ -224,7 +224,7 @@ def rivalry_message(entries: Sequence[PluginEntry]) -> str:
 
 
 def upgrade_command(distribution: str) -> str:
-    """Return the command that installs a newer version of a distribution; ours come from the core's origin."""
+    """Return the command that installs a newer version of a distribution, ours from the core's origin."""
     address = _address_beside_core(distribution) if distribution in _our_distributions() else ""
     return f"pip install --upgrade {address or distribution}"
 
