@@ -122,7 +122,7 @@ MISTAKES: dict[str, tuple[Mistake, str]] = {
     ),
     "too few values returned": (
         at_linear("insert_before_op", lambda *inputs: inputs[:1]),
-        "returned 1 values; it was given 3 values and may return None (no change) or a sequence of 3",
+        "returned 1 value; it was given 3 values and may return None (no change) or a sequence of 3",
     ),
     "another shape returned": (
         at_linear("insert_after_op", lambda y: y[:1]),

@@ -40,7 +40,8 @@ class Scope(interceptor.Extent):
     def __init__(self, *tools: AnyTool, compiled: Compiled = "eager") -> None:
         for tool in tools:
             if not is_tool(tool):
-                raise ToolError(f"apply wants tools, not {shown(tool)}{_hint_for(tool)}")
+                subject = f"the class {tool.__name__}" if isinstance(tool, type) else shown(tool)
+                raise ToolError(f"apply wants tools, not {subject}{_hint_for(tool)}")
         self._tools = tools
         self.compiled = compiled
         # Two flags: an interrupt may come after the scope has closed and before its tools have been told.
@@ -297,9 +298,10 @@ def _hint_for(value: object) -> str:
         return f"; give an instance: {value.__name__}()"
     if isinstance(value, (list, tuple, set)):
         return "; give them one by one: apply(*tools)"
-    if callable(value):
+    if inspect.isroutine(value):
         return "; register a function in a tool: tool = amanda.Tool(); tool.add_inst_for_op(function)"
-    return "; give instances of amanda.Tool, such as amanda.load_tool('flops')"
+    # Of a model too, whose repr says what it is.
+    return "; give instances of amanda.Tool, such as amanda.load_tool('flops'), and run models in the scope"
 
 
 @checked(error=ScopeError)
