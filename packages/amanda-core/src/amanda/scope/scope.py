@@ -40,8 +40,7 @@ class Scope(interceptor.Extent):
     def __init__(self, *tools: AnyTool, compiled: Compiled = "eager") -> None:
         for tool in tools:
             if not is_tool(tool):
-                subject = f"the class {tool.__name__}" if isinstance(tool, type) else shown(tool)
-                raise ToolError(f"apply wants tools, not {subject}{_hint_for(tool)}")
+                raise ToolError(f"apply wants tools, not {shown(tool)}{_hint_for(tool)}")
         self._tools = tools
         self.compiled = compiled
         # Two flags: an interrupt may come after the scope has closed and before its tools have been told.
