@@ -186,7 +186,12 @@ class Insertion:
         return spread(results)
 
     def check_count(self, results: Sequence[Any], output_count: int) -> None:
-        """Raise RoutineError for another number of results than the op's outputs."""
+        """Raise RoutineError for another number of results than the op's outputs.
+
+        Args:
+            results: What a replacement returned.
+            output_count: Number of the op's outputs.
+        """
         if len(results) != output_count:
             (action, *_) = self.actions
             noun = "gradients" if action.type.is_backward else "outputs"

@@ -19,7 +19,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from amanda.plugins.drivers import how_to_install
+from amanda.plugins import how_to_install
 from amanda.tools.command._specs import Tooling, ToolSpec, make_tools
 
 if sys.platform != "win32":
