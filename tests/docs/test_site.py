@@ -50,6 +50,13 @@ def test_links_of_a_page_lead_to_files(page: str) -> None:
     assert [one for one in targets if not ((DOCS / page).parent / one).exists()] == []
 
 
+def test_the_page_of_a_tool_says_which_distribution_to_install() -> None:
+    folders = {path.name: path.parts[-5] for path in ROOT.glob("packages/*/src/amanda/tools/[!_]*")}
+    for page in DOCS.glob("tools/*.md"):
+        distribution = folders[page.stem.partition("-")[0]]
+        assert f"\n\nIn [{distribution}](../install.md#the-distributions).\n" in page.read_text(), page
+
+
 @pytest.mark.parametrize("package", PUBLIC + IN_WHOLE + TOOLS)
 def test_every_public_name_is_in_the_reference_and_has_a_docstring(package: str) -> None:
     listed = "".join(page.read_text() for page in (DOCS / "reference").rglob("*.md"))

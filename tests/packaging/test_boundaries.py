@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import ast
+import copy
 import inspect
+import pickle
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+
+from amanda.errors import AmandaError
 
 PACKAGES = Path(__file__).parents[2] / "packages"
 
 ENTRIES = {"pytest_amanda"}
 """Modules that a framework loads by name, at the top, for a package of the same distribution."""
+
+CAUGHT_WITHIN = {"HangError", "SharedMemory"}
+"""Errors with which a package ends work of its own, and which it catches."""
 
 
 def sources() -> Iterator[tuple[tuple[str, ...], ast.Module]]:
@@ -61,3 +70,36 @@ def test_the_kit_is_small_and_documented(package: str, most: int) -> None:
     kinds = [getattr(module, name) for name in module.__all__]
     undocumented = [kind for kind in kinds if inspect.isroutine(kind) or inspect.isclass(kind)]
     assert [kind for kind in undocumented if not inspect.getdoc(kind)] == []
+
+
+def error_classes() -> Iterator[type[AmandaError]]:
+    """Yield each class of errors that is shipped and may reach users."""
+    for name, tree in sources():
+        classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+        errors = {node.name for node in classes if any("Error" in ast.unparse(base) for base in node.bases)}
+        if errors - CAUGHT_WITHIN:
+            module = import_module(".".join(name).removesuffix(".__init__"))
+            yield from (getattr(module, error) for error in sorted(errors - CAUGHT_WITHIN))
+
+
+def test_every_error_is_shown_under_the_path_that_users_import_it_from() -> None:
+    errors = [error for error in error_classes() if issubclass(error, AmandaError)]
+    assert len(errors) > 40
+    for error in errors:
+        assert "._" not in error.__module__.replace(".__main__", ""), error
+        assert getattr(import_module(error.__module__), error.__qualname__) is error
+
+
+class _Finding(SimpleNamespace):
+    """What `NotFiniteError` is about."""
+
+    sentence = "text"
+
+
+def test_every_error_is_pickled_and_copied() -> None:
+    for kind in error_classes():
+        subject: Any = _Finding() if kind.__name__ == "NotFiniteError" else "text"
+        error = kind(subject)
+        for twin in (pickle.loads(pickle.dumps(error)), copy.copy(error), copy.deepcopy(error)):
+            assert type(twin) is kind
+            assert (str(twin), vars(twin)) == ("text", vars(error))

@@ -122,7 +122,7 @@ MISTAKES: dict[str, tuple[Mistake, str]] = {
     ),
     "too few values returned": (
         at_linear("insert_before_op", lambda *inputs: inputs[:1]),
-        "returned 1 values; it was given 3 values and may return None (no change) or a sequence of 3",
+        "returned 1 value; it was given 3 values and may return None (no change) or a sequence of 3",
     ),
     "another shape returned": (
         at_linear("insert_after_op", lambda y: y[:1]),
@@ -196,13 +196,14 @@ MISTAKES: dict[str, tuple[Mistake, str]] = {
         lambda: run(analysing(lambda context: (context.update(mask=1), context["maks"]))),
         "reads 'maks' of a context that has no such key",
     ),
-    "a class": (lambda: run(FlopsTool), "give an instance: FlopsTool()"),
+    "a class": (lambda: run(FlopsTool), "not the class FlopsTool; give an instance: FlopsTool()"),
     "a class to depend on": (
         lambda: amanda.Tool().depends_on(StandardMapping),  # type: ignore[arg-type]
         "which is not a Tool; give an instance: StandardMapping()",
     ),
     "a list of tools": (lambda: run([FlopsTool()]), "give them one by one: apply(*tools)"),
     "a function": (lambda: run(lambda context: None), "tool = amanda.Tool(); tool.add_inst_for_op(function)"),
+    "a model": (lambda: run(torch.nn.ReLU()), "not ReLU(); give instances of amanda.Tool"),
     "nothing": (lambda: run(None), "give instances of amanda.Tool, such as amanda.load_tool('flops')"),
     "a routine that was called": (
         Called, "is None; give the routine without calling it: add_inst_for_op(self.analyse)",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -273,6 +274,30 @@ def test_wrong_models_and_tools_are_refused() -> None:
 
     with pytest.raises(amanda.AmandaError, match=r"Nothing has no method transform\(self, value"):
         Nothing()
+
+    class Unprepared(WeightTool[Weight]):
+        def __init__(self) -> None:
+            pass
+
+    with (
+        pytest.raises(amanda.errors.ToolError, match=r"Unprepared.__init__ does not call super\(\)"),
+        amanda.apply(Unprepared()),
+    ):
+        pass
+
+    class Misspelt(WeightTool[Weight]):
+        def on_weight(self, weight: Weight) -> None:
+            weight.keep_elements("mask", True, "bool")
+
+        def update(self, weight: Weight, value: Any) -> None:
+            weight["msk"] = value > 0
+
+        def transform(self, value: Any, mask: Any) -> Any:
+            return value * mask
+
+    message = "weight has no state 'msk', which weight.keep creates in on_weight; did you mean mask?"
+    with pytest.raises(WeightError, match=re.escape(message)), amanda.apply(Misspelt()):
+        nn.Linear(2, 2)(torch.ones(1, 2))
 
 
 @pytest.mark.parametrize(

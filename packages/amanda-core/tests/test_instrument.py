@@ -287,6 +287,6 @@ def test_other_files_are_told_apart_from_those_that_drivers_read(tmp_path: Path,
     with pytest.raises(ArtefactError) as error:
         amanda.instrument(tmp_path / name, amanda.Tool(), out=tmp_path / "out.txt")
     assert f"{name} is not a file that an installed driver reads" in str(error.value)
-    assert 'pip install "amanda-core[EXTRA]", EXTRA one of all, ' in str(error.value)
+    assert "drivers come by pip install " in str(error.value)
     with pytest.raises(ArtefactError, match=r"nothing\.onnx does not exist"):
         amanda.instrument(tmp_path / "nothing.onnx", amanda.Tool(), out=tmp_path / "out.onnx")

@@ -14,7 +14,7 @@ import pytest
 import amanda
 from amanda.__main__ import main
 from amanda.errors import UnknownToolError
-from amanda.plugins import entries, import_from
+from amanda.plugins import drivers, entries, import_from
 from amanda.plugins.entries import Offer, registry
 
 COMMAND = r'pip install "amanda-core\[{}\]"'
@@ -134,8 +134,56 @@ def test_a_core_from_git_has_the_rest_in_the_same_repository(
     # amanda-labs needs amanda-compress, which no index has either.
     names = ["amanda-compress", "amanda-labs"]
     assert entries.install_command("search", "tools") == f"pip install {' '.join(map(requirement, names))}"
+    driver = "amanda-driver-torch"
+    assert entries.upgrade_command(driver) == f"pip install --upgrade {requirement(driver)}"
+    assert entries.upgrade_command("amanda-others") == "pip install --upgrade amanda-others"
 
 
 def test_a_core_from_a_wheel_points_to_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     set_origin(monkeypatch, {"url": "file:///wheels/amanda_core-0.2.0-py3-none-any.whl", "archive_info": {}})
     assert entries.install_command("prune", "tools") == 'pip install "amanda-core[compress]"'
+
+
+@pytest.mark.usefixtures("nothing_is_installed")
+@pytest.mark.parametrize(
+    ("frameworks", "end"),
+    [
+        (["jax", "torch"], "{jax} {torch}"),
+        (["tensorflow"], "{tf}"),
+        ([], "{torch}, or jax, tf in place of torch"),
+    ],
+)
+def test_without_a_driver_the_hint_installs_those_of_the_frameworks_that_are_here(
+    frameworks: list[str], end: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(drivers, "_driver_extras", lambda: ["all", "jax", "tensorflow", "tf", "torch"])
+    monkeypatch.setattr(drivers, "_is_installed", frameworks.__contains__)
+    set_installed(monkeypatch, ["amanda-core"])
+    paths = {}
+    for name in ("amanda-core", "amanda-driver-jax", "amanda-driver-tf", "amanda-driver-torch"):
+        folder = paths[name.rpartition("-")[2]] = tmp_path / name
+        folder.mkdir()
+        (folder / "pyproject.toml").touch()
+    set_origin(monkeypatch, {"url": paths["core"].as_uri(), "dir_info": {}})
+    assert drivers.how_to_install() == f"pip install {end.format(**paths)}"
+    with amanda.apply(amanda.Tool()) as scope:
+        pass
+    (entry,) = scope.report
+    assert entry.reason == f"no driver is installed, so no op is seen: {drivers.how_to_install()}"
+
+
+@pytest.mark.usefixtures("nothing_is_installed")
+def test_without_a_driver_and_with_a_core_of_an_index_the_hint_names_extras(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(drivers, "_driver_extras", lambda: ["all", "tensorflow", "tf", "torch"])
+    monkeypatch.setattr(drivers, "_is_installed", lambda name: True)
+    assert main(["info"]) == 0
+    assert 'none is installed: pip install "amanda-core[tensorflow,torch]"' in capsys.readouterr().out
+
+
+def test_a_framework_whose_driver_is_installed_needs_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drivers, "_driver_extras", lambda: ["jax", "torch"])
+    monkeypatch.setattr(drivers, "_is_installed", lambda name: name == "torch")
+    monkeypatch.setattr(drivers, "driven_frameworks", lambda: ["torch"])
+    assert drivers.how_to_install() == 'pip install "amanda-core[torch]", or jax in place of torch'

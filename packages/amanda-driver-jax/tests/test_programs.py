@@ -13,6 +13,7 @@ import pytest
 from jax import lax
 
 import amanda
+from amanda.errors import RoutineError
 
 pytestmark = pytest.mark.usefixtures("attached_driver")
 
@@ -421,3 +422,15 @@ def test_a_backward_op_is_replaced_in_every_program(program: Callable[..., Any],
     with amanda.apply(tool):
         assert not np.any(step(W))
     assert np.array_equal(step(W), plain)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_a_selected_gradient_that_is_not_there_is_an_error(wrap: Callable[..., Any]) -> None:
+    tool = amanda.Tool()
+    tool.add_inst_for_op(lambda c: c.insert_before_backward_op(lambda g: g, grad_outputs=[3]), backward=True)
+    with (
+        pytest.raises(RoutineError, match=r"selects \[3\]; .* has 1 value here") as caught,
+        amanda.apply(tool),
+    ):
+        wrap(jax.grad(dense))(W, X)
+    assert "tool Tool, insert_before_backward_op(" in caught.value.__notes__[0]

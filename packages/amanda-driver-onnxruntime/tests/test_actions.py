@@ -76,6 +76,12 @@ def test_a_replacement_that_gives_too_much_is_an_error(session: Any) -> None:
         result(session, tool(lambda c: c.replace_op(lambda x: (x, x)), "Relu"))
 
 
+def test_a_replacement_that_gives_nothing_is_an_error_that_names_the_node(session: Any) -> None:
+    with pytest.raises(RoutineError, match="returned None where Relu gives a tensor") as caught:
+        result(session, tool(lambda c: c.replace_op(lambda x: None), "Relu"))
+    assert ", node /act/Relu)" in caught.value.__notes__[0]
+
+
 def test_an_op_computes_other_inputs_in_a_routine(session: Any) -> None:
     computations: list[Any] = []
     result(session, tool(lambda c: computations.append(c.get_computation()), "MatMul"))

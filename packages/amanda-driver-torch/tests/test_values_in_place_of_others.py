@@ -383,7 +383,7 @@ def test_one_value_for_two_is_counted_as_one() -> None:
                 context.insert_before_op(torch.add)
 
     x, y = torch.rand(3), torch.rand(3)
-    with pytest.raises(RoutineError, match="returned 1 values; it was given 2 values"):
+    with pytest.raises(RoutineError, match="returned 1 value; it was given 2 values"):
         results(Short("atan2"), lambda: torch.atan2(x, y))
 
 

@@ -237,11 +237,12 @@ def test_settling_chooses_the_heaviest_within_limits(model: nn.Module, images: T
         tool.settle(limits={"flops": 1})
 
 
-def test_settling_holds_all_limits_at_once() -> None:
+@pytest.mark.parametrize("scale", [1.0, 1000.0], ids=["open", "decided, with probabilities of 0"])
+def test_settling_holds_all_limits_at_once(scale: float) -> None:
     model = nn.Sequential(nn.Linear(8, 8, bias=False))
     tool = prepared(model, torch.ones(1, 8), "linear=keep|bits2|width0.5|width0.125", mixture=True)
     with torch.no_grad():
-        next(tool.alphas()).copy_(torch.tensor([3.0, 2.0, 1.0, 0.0]))
+        next(tool.alphas()).copy_(scale * torch.tensor([3.0, 2.0, 1.0, 0.0]))
     limits = {"flops": 0.6 * tool.flops(), "size": 0.2 * tool.size()}
     assert tool.settle(limits) == {"0/linear": "width0.125"}  # type: ignore[arg-type]
     assert tool.flops() <= limits["flops"]

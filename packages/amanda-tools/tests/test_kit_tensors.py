@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import amanda
-from amanda.errors import AmandaError
+from amanda.errors import AmandaError, ToolError
 from amanda.tools.kit import OpRecord, Tensors, TensorTool, parameter_inputs, tensors_of
 from amanda.tools.mapping import StandardMapping
 
@@ -111,6 +111,22 @@ class Met(TensorTool[OpRecord]):
 
     def observe(self, record: OpRecord, tensors: Any, execution: int) -> None:
         self.met += [(record.type, one.role, one.position, one.flat_index, execution) for one in tensors]
+
+
+def test_a_tool_that_lacks_a_method_or_a_constructor_is_an_error() -> None:
+    class Blind(Met):
+        observe = TensorTool.observe
+
+    with pytest.raises(ToolError, match="Blind has no method observe"):
+        Blind("output")
+
+    class Unprepared(Met):
+        def __init__(self) -> None:
+            pass
+
+    message = r"Unprepared.__init__ does not call super\(\).__init__\(roles\)"
+    with pytest.raises(ToolError, match=message), amanda.apply(Unprepared()):
+        torch.ones(2)
 
 
 def test_a_tool_looks_at_tensors_by_their_roles() -> None:

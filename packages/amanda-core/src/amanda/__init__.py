@@ -10,7 +10,7 @@ from amanda._api import *  # noqa: F403
 from amanda._api import AmandaError
 from amanda._api import __all__ as __all__
 from amanda.errors import did_you_mean
-from amanda.plugins.entries import install_command
+from amanda.plugins.entries import extra_command, install_command
 
 
 def _import_submodules_lazily(package: str) -> None:
@@ -48,7 +48,7 @@ def load_ipython_extension(shell: object) -> None:
     except ModuleNotFoundError as error:
         if error.name not in ("amanda.tools", "amanda.tools.notebook"):
             raise
-        raise AmandaError("%load_ext amanda needs amanda-tools: pip install amanda-tools") from None
+        raise AmandaError(f"%load_ext amanda needs amanda-tools: {extra_command('tools')}") from None
     notebook.load_ipython_extension(shell)
 
 

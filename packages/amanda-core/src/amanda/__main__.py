@@ -17,6 +17,7 @@ from pathlib import Path
 from amanda.errors import AmandaError, PluginError, UnknownToolError, did_you_mean, printable
 from amanda.options import options_of
 from amanda.plugins.doctor import diagnoses
+from amanda.plugins.drivers import how_to_install
 from amanda.plugins.entries import (
     COMMANDS,
     OFFERS,
@@ -151,12 +152,12 @@ def info(arguments: Sequence[str] = ()) -> int:
     say(f"Amanda {version_of_core()}")
     say(f"Python {platform.python_version()}, {platform.python_implementation()}, {platform.platform()}")
     say(f"Interceptor: {_interceptor_in_words()}")
-    say("Drivers:", *_plugin_lines(list_drivers(load), extra="torch"))
+    say("Drivers:", *_plugin_lines(list_drivers(load), how_to_install()))
     # How a tool is loaded is the same for all.
     tool_plugins = [
         replace(tool, message="") if tool.state == "not loaded" else tool for tool in list_tools(load)
     ]
-    say("Tools:", *_plugin_lines(tool_plugins, extra="tools"))
+    say("Tools:", *_plugin_lines(tool_plugins, extra_command("tools")))
     say(*_wrapped(", ".join(sorted(names_of_commands())), " " * 2, "Commands: "))
     return 0
 
@@ -166,7 +167,7 @@ def tools(arguments: Sequence[str] = ()) -> int:
     _require_no_arguments(arguments)
     # Loaded, since the first line of a tool's docstring is in its code.
     tool_plugins = list_tools(load=True)
-    say(*(_tools_by_purpose(tool_plugins) if tool_plugins else _install_hint("tools")))
+    say(*(_tools_by_purpose(tool_plugins) if tool_plugins else _install_hint(extra_command("tools"))))
     if tool_plugins:
         say("", "Run `amanda info TOOL` to see a tool's options.")
     installed = {tool.name for tool in tool_plugins}
@@ -380,17 +381,17 @@ def _interceptor_in_words() -> str:
     return "native" if NATIVE else f"pure-Python fallback ({REASON})"
 
 
-def _plugin_lines(plugins: Iterable[Plugin], extra: str) -> list[str]:
-    """Return a line for each plugin with its state; without any, the core's extra that installs some."""
+def _plugin_lines(plugins: Iterable[Plugin], command: str) -> list[str]:
+    """Return a line for each plugin with its state; without any, the command that installs some."""
     rows = [
         (plugin.name, f"{plugin.distribution} {plugin.version}", plugin.state, plugin.message)
         for plugin in plugins
     ]
-    return list(_aligned(rows)) or _install_hint(extra)
+    return list(_aligned(rows)) or _install_hint(command)
 
 
-def _install_hint(extra: str) -> list[str]:
-    return [f"  none is installed: {extra_command(extra)}"]
+def _install_hint(command: str) -> list[str]:
+    return [f"  none is installed: {command}"]
 
 
 if __name__ == "__main__":

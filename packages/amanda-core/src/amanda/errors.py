@@ -29,7 +29,16 @@ __all__ = [
 
 
 class AmandaError(Exception):
-    """Root of Amanda's errors; catch it to catch them all."""
+    """Root of Amanda's errors; catch it to catch them all.
+
+    `class RankError(AmandaError, module="amanda.tools.low_rank")`, in a private module of this package, is
+    shown in tracebacks, and pickled, under the path that users import the class from.
+    """
+
+    def __init_subclass__(cls, module: str | None = None) -> None:
+        super().__init_subclass__()
+        if module is not None:
+            cls.__module__ = module
 
 
 class PluginError(AmandaError):

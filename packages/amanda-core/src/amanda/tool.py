@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from amanda import interceptor
 from amanda.errors import DependencyCycleError, ToolError
-from amanda.options import Name, checked, deprecated, warn_deprecated
+from amanda.options import Name, checked, deprecated, shown, warn_deprecated
 from amanda.plan.action import Action, InstrumentationPoint, routine_name
 from amanda.plan.context import OpContext
 from amanda.plan.lifetime import ParameterSlot, forget_plans_of, forget_plans_of_ops, parameter_slots
@@ -187,7 +187,7 @@ class Tool:
             if not isinstance(tool, Tool):
                 # The class instead of an instance is the most frequent mistake here.
                 hint = f"; give an instance: {tool.__name__}()" if isinstance(tool, type) else ""
-                raise ToolError(f"{type(self).__name__} depends on {tool!r}, which is not a Tool{hint}")
+                raise ToolError(f"{type(self).__name__} depends on {shown(tool)}, which is not a Tool{hint}")
         dependencies = self._amanda.dependencies
         dependencies.extend(tools)
         try:

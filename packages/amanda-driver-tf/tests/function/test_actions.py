@@ -13,6 +13,7 @@ from acting import inserting
 
 import amanda
 from amanda.drivers.tensorflow.function import FunctionDriver
+from amanda.errors import RoutineError
 
 MASK = np.array([[1, 0, 1], [0, 1, 1], [1, 1, 0]], "f4")
 inside = pytest.mark.parametrize("inside", [True, False], ids=["tape inside", "tape outside"])
@@ -82,6 +83,27 @@ def test_a_replaced_backward_op_gives_the_routines_gradients(traced, inside) -> 
 def test_a_replaced_op_takes_part_in_autodiff(traced, inside) -> None:
     tool = inserting("replace_op", "Relu", lambda h: h * 0.5)
     close(run(traced, tool, inside), traced.by_hand(relu=lambda h: h * 0.5))
+
+
+@pytest.mark.parametrize(
+    ("results", "message"),
+    [(lambda h: None, "returned None where Relu gives a tensor"), (lambda h: (h, h), "returned 2 outputs")],
+)
+def test_a_replacement_that_gives_too_little_or_too_much_is_an_error(layer, results, message) -> None:
+    tool = inserting("replace_op", "Relu", results)
+    with amanda.apply(tool), pytest.raises(RoutineError, match=message) as caught:
+        layer.loss(layer.x)
+    assert "of Relu (op " in caught.value.__notes__[0]
+
+
+def test_an_op_without_outputs_is_replaced_by_nothing() -> None:
+    @tf.function
+    def checked(x):
+        tf.debugging.Assert(tf.reduce_all(x > 0), [x])
+        return x * 2
+
+    with amanda.apply(inserting("replace_op", "Assert", lambda *inputs: None)):
+        assert checked(tf.constant([-1.0])).numpy() == -2
 
 
 @inside

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import amanda
-from amanda.errors import ActionError
+from amanda.errors import ActionError, RoutineError
 
 
 @pytest.fixture(autouse=True)
@@ -70,3 +70,25 @@ def test_ops_in_place_are_replaced_with_the_gradients_of_eager_mode() -> None:
         results.append([y.detach(), *(parameter.grad.clone() for parameter in model.parameters())])  # type: ignore[union-attr]
     assert not torch.equal(results[0][0], model(x))
     torch.testing.assert_close(results[1], results[0])
+
+
+@pytest.mark.parametrize(
+    ("results", "message"),
+    [
+        (lambda x: None, "returned None where relu gives a tensor"),
+        (lambda x: 1.0, "returned float where relu gives a tensor"),
+        (lambda x: (x, x), "returned 2 outputs; relu gives 1"),
+    ],
+)
+def test_a_replacement_that_returns_something_else_than_outputs_is_an_error(
+    results: Any, message: str
+) -> None:
+    tool = amanda.Tool()
+    tool.add_inst_for_op(lambda c: c.replace_op(results) if c.get_op_type() == "relu" else None)
+    compiled = torch.compile(nn.Sequential(nn.Linear(3, 3), nn.ReLU()), backend="aot_eager")
+    with (
+        amanda.apply(tool, compiled="instrument"),
+        pytest.raises(RoutineError, match=message) as caught,
+    ):
+        compiled(torch.rand(2, 3))
+    assert "of relu (op " in caught.value.__notes__[0]

@@ -173,15 +173,32 @@ class Insertion:
             raise self.facts.annotate_error(error, action)
         results = list(result) if isinstance(result, (list, tuple)) else [result]
         output_count = len(self.output_positions)
+        if result is None and not output_count:
+            return []
+        if any(value is None for value in results):
+            error = RoutineError(
+                f"{action} returned None where {self.facts.name} gives a tensor; return what the op would"
+            )
+            raise self.facts.annotate_error(error, action)
         if output_count == 1 and len(results) != 1:
             return results  # one output that is a list
-        if len(results) == output_count:
-            return spread(results)
-        noun = "gradients" if action.type.is_backward else "outputs"
-        error = RoutineError(
-            f"{action} returned {len(results)} {noun}; {self.facts.name} gives {output_count}"
-        )
-        raise self.facts.annotate_error(error, action)
+        self.check_count(results, output_count)
+        return spread(results)
+
+    def check_count(self, results: Sequence[Any], output_count: int) -> None:
+        """Raise RoutineError for another number of results than the op's outputs.
+
+        Args:
+            results: What a replacement returned.
+            output_count: Number of the op's outputs.
+        """
+        if len(results) != output_count:
+            (action, *_) = self.actions
+            noun = "gradients" if action.type.is_backward else "outputs"
+            error = RoutineError(
+                f"{action} returned {len(results)} {noun}; {self.facts.name} gives {output_count}"
+            )
+            raise self.facts.annotate_error(error, action)
 
 
 class RoutineTable(dict[int, Any]):

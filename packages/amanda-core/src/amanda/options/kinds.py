@@ -56,7 +56,9 @@ class Kind:
 
 
 def shown(value: Any) -> str:
-    """Return the repr of any value for a message, at most some 120 letters of it."""
+    """Return the repr of any value for a message, at most some 120 letters of it; the name of a class."""
+    if isinstance(value, type):
+        return f"the class {value.__qualname__}"  # often in place of an instance
     try:
         text = repr(value)
     except Exception:  # an int of thousands of digits has none, nor a list nested too deep

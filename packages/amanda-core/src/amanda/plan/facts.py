@@ -240,6 +240,9 @@ def error_note(facts: OpFacts, tool: Any, action_or_point: str) -> str:
     op_id = facts.op_id if facts.backward_op_id is None else facts.backward_op_id
     where = f", module {facts.scope}" if facts.scope else ""
     line = f", called from {facts.source}" if facts.source else ""
+    # A node of a file without lines, such as one of ONNX, is found by its name alone.
+    node_name = "" if facts.source else getattr(facts.op, "name", "")
+    line = f", node {node_name}" if node_name and isinstance(node_name, str) else line
     op = f"{facts.name} (op {op_id:#018x}{where}{line})"
     return f"[amanda] tool {type(tool).__name__}, {action_or_point} of {op}"
 

@@ -490,8 +490,8 @@ def _require_list(original: Sequence[Any], result: Any) -> Sequence[Any]:
 
 def _wrong_count_error(action: Action, count: int, expected: int) -> RoutineError:
     """Return the error for a routine that returned more or fewer values than it was given."""
-    values = "value" if expected == 1 else "values"
+    returned, values = ("value" if number == 1 else "values" for number in (count, expected))
     return RoutineError(
-        f"{action} returned {count} values; it was given {expected} {values} and may return None (no "
+        f"{action} returned {count} {returned}; it was given {expected} {values} and may return None (no "
         f"change) or {'that one value' if expected == 1 else f'a sequence of {expected}'}"
     )

@@ -10,6 +10,7 @@ class Scopes:
         self.opened = scope
 """
 
+from amanda.plugins.drivers import how_to_install
 from amanda.plugins.entries import import_from
 from amanda.plugins.hookspecs import (
     amanda_driver_attached,
@@ -29,6 +30,7 @@ __all__ = [
     "amanda_scope_left",
     "driven_frameworks",
     "hookimpl",
+    "how_to_install",
     "import_from",
     "plugin_manager",
     "tool_class",

@@ -10,7 +10,6 @@ from typing import Literal, NamedTuple
 
 from amanda.errors import PluginError
 from amanda.plugins import manager
-from amanda.plugins.drivers import how_to_install
 from amanda.plugins.entries import (
     COMMANDS,
     Plugin,
@@ -107,10 +106,11 @@ def _check_drivers() -> Iterator[Diagnosis]:
         elif driver.state == "ready":
             diagnosis = diagnosis._replace(message=_framework_version(driver.name.partition("/")[0]))
         yield diagnosis
-    # Without a driver no op is seen: that is wrong, however well all else is.
-    if all(driver.state == "absent" for driver in drivers):
+    # Without a framework no op is seen: that is wrong, however well all else is.  The scope that is opened
+    # below reports that there is no driver.
+    if drivers and all(driver.state == "absent" for driver in drivers):
         frameworks = sorted({driver.name.partition("/")[0] for driver in drivers})
-        fix = f"pip install {' or '.join(frameworks)}" if frameworks else how_to_install()
+        fix = f"pip install {' or '.join(frameworks)}"
         yield Diagnosis("wrong", "drivers", f"no framework can be instrumented: {fix}")
     yield from _check_attachment()
 

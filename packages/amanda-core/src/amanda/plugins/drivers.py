@@ -102,9 +102,17 @@ def missing_driver_hint() -> str:
 
 
 def how_to_install() -> str:
-    """Say how to get the drivers that this core knows of."""
-    extras = ", ".join(_driver_extras())
-    return f'pip install "amanda-core[EXTRA]", EXTRA one of {extras}' if extras else f"pip install {_ANY}"
+    """Return the command that installs the drivers that frameworks lack here, or any driver if none does."""
+    frameworks = [name for name in _driver_extras() if name not in ("all", "tf")]
+    driven_names = driven_frameworks()
+    if undriven := [name for name in frameworks if name not in driven_names and _is_installed(name)]:
+        return extra_command(*undriven)
+    if not frameworks:
+        return f"pip install {_ANY}"
+    *others, example = sorted(frameworks, key="torch".__eq__)
+    # The driver's distribution, and so its folder, is named "tf".
+    others_text = ", ".join(others).replace("tensorflow", "tf")
+    return f"{extra_command(example)}, or {others_text} in place of {example}"
 
 
 @cache

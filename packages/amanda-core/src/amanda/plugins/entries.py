@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.metadata import EntryPoint, PackageNotFoundError, distribution, entry_points, version
+from importlib.metadata import EntryPoint, PackageNotFoundError, distribution, entry_points, requires, version
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, NamedTuple, TypeVar
 from urllib.parse import urlsplit
@@ -224,8 +224,18 @@ def rivalry_message(entries: Sequence[PluginEntry]) -> str:
 
 
 def upgrade_command(distribution: str) -> str:
-    """Return the command that installs a newer version of a distribution."""
-    return f"pip install --upgrade {distribution}"
+    """Return the command that installs a newer version of a distribution, ours from the core's origin."""
+    address = _address_beside_core(distribution) if distribution in _our_distributions() else ""
+    return f"pip install --upgrade {address or distribution}"
+
+
+def _our_distributions() -> set[str]:
+    """Return the names of the distributions that have the origin of amanda-core."""
+    try:
+        required = "\n".join(requires("amanda-core") or [])
+    except PackageNotFoundError:  # it runs from its sources
+        required = ""
+    return {"amanda-core", *re.findall(r"^amanda-[\w-]+", required, re.MULTILINE)}
 
 
 class Offer(NamedTuple):
@@ -287,20 +297,26 @@ def _extra_of(name: str, kind: Literal["tools", "commands", "packages"]) -> str 
     return None
 
 
-def extra_command(extra: str) -> str:
-    """Return the command that installs what an extra of amanda-core names.
+def extra_command(*extras: str) -> str:
+    """Return the command that installs what extras of amanda-core name.
 
     The distributions come from the folder or the git repository that amanda-core was installed from, where
     it was: pip would look for an extra's distributions in an index alone.
     """
-    names = list(OFFERS)
-    # Each of these depends on those before it, which pip would look for in an index as well.
-    needed_extras = [*names[: names.index(extra)], extra] if extra in names else [extra]
-    needed = [_distribution_of(name) for name in needed_extras]
-    addresses = [
-        _address_beside_core(name) for name in needed if name == needed[-1] or not _is_installed(name)
-    ]
-    return f"pip install {' '.join(addresses)}" if all(addresses) else f'pip install "amanda-core[{extra}]"'
+    requested = {_distribution_of(extra) for extra in extras}
+    needed = dict.fromkeys(name for extra in extras for name in _needed_by(extra))
+    absent = [name for name in needed if name in requested or not _is_installed(name)]
+    addresses = [_address_beside_core(name) for name in absent]
+    if all(addresses):
+        return f"pip install {' '.join(addresses)}"
+    return f'pip install "amanda-core[{",".join(extras)}]"'
+
+
+def _needed_by(extra: str) -> list[str]:
+    """Return the distribution of an extra after those that it depends on, which no index has either."""
+    # Each of our distributions of tools depends on those before it.
+    extras = [*OFFERS][: [*OFFERS].index(extra) + 1] if extra in OFFERS else [extra]
+    return [_distribution_of(name) for name in extras]
 
 
 def _distribution_of(extra: str) -> str:

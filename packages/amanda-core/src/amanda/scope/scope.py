@@ -297,9 +297,10 @@ def _hint_for(value: object) -> str:
         return f"; give an instance: {value.__name__}()"
     if isinstance(value, (list, tuple, set)):
         return "; give them one by one: apply(*tools)"
-    if callable(value):
+    if inspect.isroutine(value):
         return "; register a function in a tool: tool = amanda.Tool(); tool.add_inst_for_op(function)"
-    return "; give instances of amanda.Tool, such as amanda.load_tool('flops')"
+    # Of a model too, whose repr says what it is.
+    return "; give instances of amanda.Tool, such as amanda.load_tool('flops'), and run models in the scope"
 
 
 @checked(error=ScopeError)

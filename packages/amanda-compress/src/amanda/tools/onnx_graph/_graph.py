@@ -43,7 +43,7 @@ def read_onnx(
         import onnx
         from onnx import external_data_helper
     except ImportError as error:
-        raise kind(f"{path} is read with onnx: pip install amanda-driver-onnxruntime") from error
+        raise kind(f"{path} is read with onnx, which is not installed: pip install onnx") from error
     path = Path(path)
     with parsing(path, "ONNX model", kind):
         # External data are checked first: a crafted model could name any file of the machine.

@@ -27,11 +27,11 @@ Array = Any
 """An array of NumPy, or a tensor of PyTorch."""
 
 
-class PruneError(AmandaError, ValueError):
+class PruneError(AmandaError, ValueError, module="amanda.tools.prune"):
     """An option, a weight or a model with which pruning makes no sense."""
 
 
-class ShapeError(PruneError):
+class ShapeError(PruneError, module="amanda.tools.prune"):
     """A weight whose shape a pattern does not fit."""
 
 

@@ -370,7 +370,7 @@ class PruneTool(WeightTool[PrunedWeight]):
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Load what `state_dict` returned, also in another process; steps continue from there."""
         # A copy: `pop` must not change the caller's dict, which may be saved again.
-        weight_state = dict(state)
+        weight_state = {**state}
         next_step = int(weight_state.pop("step", 0))
         super().load_state_dict(weight_state, strict)
         self._mask_updater.set_next_step(next_step)

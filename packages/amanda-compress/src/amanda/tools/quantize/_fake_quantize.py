@@ -34,7 +34,7 @@ EPSILON = 1.1920928955078125e-07
 """The least scale, which is float32's epsilon as in torch.ao."""
 
 
-class QuantizeError(AmandaError, ValueError):
+class QuantizeError(AmandaError, ValueError, module="amanda.tools.quantize"):
     """Options, values or files that cannot be used for quantisation."""
 
 

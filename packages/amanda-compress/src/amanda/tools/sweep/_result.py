@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-class SweepError(AmandaError, ValueError):
+class SweepError(AmandaError, ValueError, module="amanda.tools.sweep"):
     """A sweep that cannot be made."""
 
 

@@ -32,7 +32,7 @@ Undo = list[Callable[[], Any]]
 """Functions that write back the values that parameters had, in the order of the changes."""
 
 
-class ParameterError(AmandaError, ValueError):
+class ParameterError(AmandaError, ValueError, module="amanda.tools.weights"):
     """A model without parameters, or a parameter that cannot be written."""
 
 

@@ -200,7 +200,12 @@ class WeightTool(amanda.Tool, Generic[W]):
             weight.expire()
 
     def unmatched(self) -> list[str]:
-        """Return sentences on options that matched no op."""
+        """Return sentences on options that matched no op.
+
+        Raises ToolError if the constructor of a subclass does not call the one of this class.
+        """
+        if "selection" not in vars(self):
+            raise ToolError(f"{type(self).__name__}.__init__ does not call super().__init__()")
         return [*super().unmatched(), *self.selection.unmatched()]
 
     def finalize(self, model: Any) -> Any:

@@ -8,7 +8,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import amanda
-from amanda.errors import AmandaError
+from amanda.errors import AmandaError, did_you_mean
 from amanda.tools.axes import canonical, canonical_extents, restored
 from amanda.tools.kit import Samples, tensors_of
 from amanda.tools.libraries import do
@@ -30,7 +30,7 @@ NEVER = -1
 """`Weight.updated` as long as its state is not made."""
 
 
-class WeightError(AmandaError, ValueError):
+class WeightError(AmandaError, ValueError, module="amanda.tools.weights"):
     """A weight, a model or an option that a tool which changes weights cannot serve."""
 
 
@@ -328,7 +328,13 @@ class Weight(WeightView):
         return self._arrays[name]
 
     def __setitem__(self, name: str, value: Any) -> None:
-        """Write state in place, since `state_dict` and views of other forms hold the array."""
+        """Write state in place, since `state_dict` and views of other forms hold the array.
+
+        Raises WeightError for a name that `keep` has not created.
+        """
+        if name not in self._arrays:
+            missing = f"{self.name} has no state {name!r}, which weight.keep creates in on_weight"
+            raise WeightError(f"{missing}; {did_you_mean(name, self._arrays)}")
         self._arrays[name][...] = self._xp.beside(value, self._arrays[name])
         # Casts of the former state are outdated.
         self._tensors.clear()

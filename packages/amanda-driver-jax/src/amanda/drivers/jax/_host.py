@@ -16,7 +16,7 @@ import numpy as np
 
 import jax
 from amanda import interceptor
-from amanda.backend import Action, OpFacts, Patches, State
+from amanda.backend import Action, OpFacts, Patches, State, selected_values
 from amanda.errors import RoutineError
 from amanda.plan import run_routine, spread
 from jax._src import dispatch
@@ -186,10 +186,14 @@ def insert_callback(
 
     Only numbers reach the routine; an observer, or a routine without any, leaves all values as they are.
     In `run` is then the number of the execution, for the next routine.
+    Raises RoutineError for a selected value that the op does not have.
     """
     positions = range(len(values)) if action.select is None else action.select
-    selected_values = [values[i] for i in positions]
-    leaves, tree = jax.tree_util.tree_flatten(selected_values, is_leaf=lambda leaf: leaf is None)
+    try:
+        selection = values if action.select is None else selected_values(action, values, facts)
+    except RoutineError as error:
+        raise facts.annotate_error(error, action) from None
+    leaves, tree = jax.tree_util.tree_flatten(selection, is_leaf=lambda leaf: leaf is None)
     arrays = [without_derivative(leaf) for leaf in leaves if is_numeric(leaf)]
     # At most one: the program passes it through each routine of the op, which keeps their order.
     execution_numbers = [_execution_number(run, values)] if action.takes_run else []

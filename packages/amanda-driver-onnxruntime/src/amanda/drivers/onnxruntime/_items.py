@@ -35,12 +35,7 @@ class TypedInsertion(Insertion):
         # A view that a routine returns unchanged stands for the original array.
         original_by_view_id = {id(view): value for view, value in zip(views, flat, strict=True)}
         results = super().run(execution, views, rounds)
-        if len(results) != len(self.dtypes):
-            action = self.actions[0]
-            error = RoutineError(
-                f"{action} returned {len(results)} outputs; {self.facts.name} gives {len(self.dtypes)}"
-            )
-            raise self.facts.annotate_error(error, action)
+        self.check_count(results, len(self.dtypes))
         results = [_as_dtype(value, dtype) for value, dtype in zip(results, self.dtypes, strict=True)]
         return [original_by_view_id.get(id(value), value) for value in results]
 

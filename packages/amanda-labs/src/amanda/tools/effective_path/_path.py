@@ -30,7 +30,7 @@ PARTS: tuple[Part, ...] = get_args(Part)
 NAME, VERSION = "effective_path.path", 1
 
 
-class PathError(AmandaError, ValueError):
+class PathError(AmandaError, ValueError, module="amanda.tools.effective_path"):
     """A path that cannot be extracted, compared or read."""
 
 

@@ -132,7 +132,7 @@ BIT_FAULTS = ("bit_flip", "multi_bit", "stuck_at_0", "stuck_at_1")
 NOISE_FAULTS = ("gaussian", "uniform", "relative")
 
 
-class InjectError(AmandaError, ValueError):
+class InjectError(AmandaError, ValueError, module="amanda.tools.inject"):
     """An option of the tool or of a campaign is not valid."""
 
 

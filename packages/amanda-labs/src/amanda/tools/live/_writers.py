@@ -21,7 +21,7 @@ from amanda.options import Name, checked
 from amanda.tools.results import to_json
 
 
-class LiveError(AmandaError, ValueError):
+class LiveError(AmandaError, ValueError, module="amanda.tools.live"):
     """A tool cannot be logged, or a library that a writer needs is not installed."""
 
 

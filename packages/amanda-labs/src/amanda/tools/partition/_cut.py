@@ -30,7 +30,7 @@ _MAX_ORDERS, _MAX_ORDERED_OPS = 40, 1_000
 """Orders that are tried besides that of the execution: at most, and ops in all of them."""
 
 
-class PartitionError(AmandaError, ValueError):
+class PartitionError(AmandaError, ValueError, module="amanda.tools.partition"):
     """No cut meets the options."""
 
 

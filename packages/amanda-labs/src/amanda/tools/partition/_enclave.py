@@ -36,7 +36,7 @@ _CHILD_CODE = (
 )
 
 
-class ProtectError(AmandaError, RuntimeError):
+class ProtectError(AmandaError, RuntimeError, module="amanda.tools.partition"):
     """An op cannot run in the protected process, or the program accessed a tensor that lives in it."""
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-class PatchError(AmandaError, ValueError):
+class PatchError(AmandaError, ValueError, module="amanda.tools.patch"):
     """An option is not valid, a value does not fit, or nothing was selected."""
 
 

@@ -12,11 +12,11 @@ from amanda.errors import AmandaError
 from amanda.tools.kit import leaves
 
 
-class RematError(AmandaError, RuntimeError):
+class RematError(AmandaError, RuntimeError, module="amanda.tools.remat"):
     """An evicted tensor cannot be computed again as it was."""
 
 
-class BudgetError(AmandaError, MemoryError):
+class BudgetError(AmandaError, MemoryError, module="amanda.tools.remat"):
     """The tool has `strict=True`, and the memory budget is too small."""
 
 

@@ -23,7 +23,7 @@ Pattern: TypeAlias = Union["Op", "Maybe", "Capture", None]
 _COMMUTATIVE = frozenset({"add", "mul", "maximum", "minimum", "eq", "ne", "logical_and", "logical_or"})
 
 
-class PatternError(ToolError):
+class PatternError(ToolError, module="amanda.tools.rewrite"):
     """A pattern or a rule that is not valid."""
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from amanda.tools.search._site import Site
 
 
-class SearchError(AmandaError, ValueError):
+class SearchError(AmandaError, ValueError, module="amanda.tools.search"):
     """A choice, an architecture, a budget or a model with which nothing can be searched."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from math import log
+from sys import float_info
 from typing import Any
 
 from amanda.tools.search._candidates import SearchError
@@ -45,6 +46,11 @@ class ArchitectureCosts(OpCosts):
 Measure = Callable[[Mapping[str, str]], float]
 
 
+def _log(probability: float) -> float:
+    # A softmax of float32 that has decided gives exactly 0 for the others.
+    return log(max(probability, float_info.min))
+
+
 def settle_architecture(
     shares: Mapping[str, Mapping[str, float]],
     architecture: Mapping[str, str],
@@ -77,7 +83,7 @@ def settle_architecture(
                         for earlier_measure, bound in earlier_limits
                     )
                     if saving > 0 and not breaks_limit:
-                        loss = log(probabilities[settled[name]] / probability)
+                        loss = _log(probabilities[settled[name]]) - _log(probability)
                         changes.append((loss / saving, name, label))
             if not changes:
                 raise SearchError(f"SearchTool.settle: {cost} are {present_cost:g} at least, above {limit:g}")

@@ -42,7 +42,7 @@ class Alarm:
         return f"{self.kind} in step {self.step}: {op}{self.detail}"
 
 
-class SentinelError(AmandaError, RuntimeError):
+class SentinelError(AmandaError, RuntimeError, module="amanda.tools.sentinel"):
     """Raised at an alarm by a tool with `stop=True`; `alarm` is the alarm."""
 
     def __init__(self, alarm: Alarm) -> None:

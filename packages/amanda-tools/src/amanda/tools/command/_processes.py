@@ -19,6 +19,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from amanda.plugins import how_to_install
 from amanda.tools.command._specs import Tooling, ToolSpec, make_tools
 
 if sys.platform != "win32":
@@ -88,7 +89,7 @@ def no_op_text(tool: str, frameworks: Sequence[str]) -> str:
     """Return the sentence for a run without an op of any framework."""
     if frameworks:
         return f"{tool}: no op of {' or '.join(frameworks)} was executed"
-    return 'no driver is installed: pip install "amanda-core[torch]" or "amanda-core[tf]"'
+    return f"no driver is installed: {how_to_install()}"
 
 
 def number_of_ranks() -> int:

@@ -211,7 +211,7 @@ SELECTORS: Mapping[str, CommandOption] = {
 result, and the writer to which it is logged at each so many-th step."""
 
 
-class SpecError(AmandaError, ValueError):
+class SpecError(AmandaError, ValueError, module="amanda.tools.command"):
     """A tool has no such option, or an option cannot take the given value."""
 
 

@@ -145,8 +145,8 @@ class Command:
         reason = process.stderr.strip().rpartition("\n")[2]
         if "ImportError" in reason or "ModuleNotFoundError" in reason:
             raise AmandaError(
-                f"{self.python} does not have Amanda ({reason}); install it there, with the driver of the "
-                f"framework: {self.python} -m pip install amanda-tools amanda-driver-torch"
+                f"{self.python} does not have Amanda ({reason}); install amanda-tools there, and the driver "
+                f"of the framework, as they are installed for {sys.executable}"
             )
         if process.returncode:
             raise AmandaError(

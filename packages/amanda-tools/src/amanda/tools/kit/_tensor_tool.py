@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
 import amanda
 from amanda.action import Executions, Observed, all_samples
+from amanda.errors import ToolError
 from amanda.options import PositiveInt, checked
 from amanda.tools.kit._tensors import tensors_of
 from amanda.tools.mapping import UNINITIALISED, StandardMapping, weight_gradient
@@ -221,6 +222,7 @@ class TensorTool(amanda.Tool, Generic[RecordT]):
 
     Raises:
         OptionError: Where `every` is not a number from 1 on.
+        ToolError: For a subclass without `op_record` or `observe`.
     """
 
     by_slice: ClassVar[bool] = False
@@ -231,6 +233,9 @@ class TensorTool(amanda.Tool, Generic[RecordT]):
         self, roles: Collection[Role], every: PositiveInt = 1, executions: PositiveInt | None = None
     ) -> None:
         super().__init__()
+        for name in ("op_record", "observe"):
+            if hasattr(getattr(self, name), "__isabstractmethod__"):
+                raise ToolError(f"{type(self).__name__} has no method {name}, which a TensorTool needs")
         self._roles: frozenset[str] = frozenset(roles)
         self._every: int = every
         self._executions: int | None = executions
@@ -279,6 +284,12 @@ class TensorTool(amanda.Tool, Generic[RecordT]):
         """Reset the counts of executions; analysed ops stay analysed."""
         for record in self._records.values():
             record.executions_by_role.clear()
+
+    def unmatched(self) -> list[str]:
+        """Return what any tool returns; raise ToolError if a subclass has not called the constructor."""
+        if "_roles" not in vars(self):
+            raise ToolError(f"{type(self).__name__}.__init__ does not call super().__init__(roles)")
+        return super().unmatched()
 
     def _insert_observers(self, context: amanda.OpContext) -> None:
         """Insert observers of the inputs, or the weight alone, and of the outputs, by the tool's roles."""

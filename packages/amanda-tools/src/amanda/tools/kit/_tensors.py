@@ -59,7 +59,7 @@ Save = Callable[[], Callable[[], None]]
 """Copies the content of memory and returns a function that restores every byte of it."""
 
 
-class TensorsError(AmandaError):
+class TensorsError(AmandaError, module="amanda.tools.kit"):
     """An entry point of `amanda.tensors` is not a class of tensors, or two have one name."""
 
 

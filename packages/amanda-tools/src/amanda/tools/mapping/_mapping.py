@@ -17,7 +17,7 @@ from amanda.tools.mapping._products import write_weight_axes
 Rewrite = Callable[[OpContext], None]
 
 
-class RuleError(ToolError):
+class RuleError(ToolError, module="amanda.tools.mapping"):
     """A mapping rule is not `[namespace, before]` or `[namespace, before, after]`."""
 
 

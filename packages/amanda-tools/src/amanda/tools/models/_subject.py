@@ -17,7 +17,7 @@ from amanda.tools.libraries import numpy as np
 _SHAPE = re.compile(r"(?:(?P<name>[^=]+)=)?(?P<sizes>\d+([,x]\d+)*)?")
 
 
-class ModelError(AmandaError, ValueError):
+class ModelError(AmandaError, ValueError, module="amanda.tools.models"):
     """A model that was named cannot be made, or does not run on its inputs."""
 
 

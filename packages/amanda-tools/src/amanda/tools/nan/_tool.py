@@ -49,7 +49,7 @@ _MOVING_OPS = frozenset("""
     transpose type type_as unbind unsqueeze""".split())  # fmt: skip
 
 
-class NotFiniteError(AmandaError, ArithmeticError):
+class NotFiniteError(AmandaError, ArithmeticError, module="amanda.tools.nan"):
     """An op produced NaN or Inf; `finding` is the op, or the input or parameter that had it."""
 
     def __init__(self, finding: Finding | Entered) -> None:

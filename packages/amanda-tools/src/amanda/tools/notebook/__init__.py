@@ -22,9 +22,6 @@ RESULTS = "amanda_results"
 class CellError(AmandaError):
     """A cell under tools raised an error, which IPython has shown and does not count as one of the magic."""
 
-    def __init__(self, kind: str) -> None:
-        super().__init__(f"the cell raised {kind}, shown above")
-
     def _render_traceback_(self) -> list[str]:
         """Return the lines that IPython shows: no second traceback."""
         return [f"amanda: {self}"]
@@ -73,7 +70,7 @@ def load_ipython_extension(shell: Any) -> None:
         _show(shell, tools)
         cause = execution.error_before_exec or execution.error_in_exec
         if cause is not None:
-            raise CellError(type(cause).__name__)
+            raise CellError(f"the cell raised {type(cause).__name__}, shown above")
 
     shell.register_magic_function(magic, "line_cell", "amanda")
 

@@ -35,7 +35,7 @@ _CHUNK = 1 << 20
 _max_bytes: ContextVar[int | None] = ContextVar("amanda_max_bytes", default=None)
 
 
-class TooLargeError(AmandaError, ValueError):
+class TooLargeError(AmandaError, ValueError, module="amanda.tools.results"):
     """A file has more bytes than the limit."""
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Statistics:
-    """Of the finite ones among some numbers; of complex ones their magnitudes.
+    """Statistics of the finite ones among some numbers; of complex ones their magnitudes.
 
     count: how many are finite.  m2: sum of the squared distances from the mean.  absolute: sum of the
     magnitudes.  least, most: inf and -inf where count is 0.  nan, inf, negative_inf: how many are not

@@ -194,7 +194,7 @@ class RoutineRewriter(Rewriter[tf.Operation]):
         facts, is_for_file = insertion.facts, self.rewriting.is_for_file
         if insertion.is_replacement:
             op_type = getattr(facts.backward_op or facts.op, "type", "")
-            return None if is_for_file else f"it replaces {op_type}"
+            return None if is_for_file else f"it replaces {op_type}, and files alone inline replacements"
         if insertion.saved_key is not None:
             return "it takes part in autodiff" if insertion.is_in_autodiff else _SAVED_FOR_GRADIENTS
         if not insertion.dtypes:

@@ -154,6 +154,8 @@ class RoutineNode(Insertion):
 
     def _results(self, execution: Execution, flat: Sequence[Any], rounds: Sequence[int]) -> list[Any]:
         results = super().run(execution, flat, rounds)
+        if len(results) != len(self.dtypes):  # a hot path: no call
+            self.check_count(results, len(self.dtypes))
         return [_as_dtype(value, dtype) for value, dtype in zip(results, self.dtypes, strict=True)]
 
 

@@ -155,9 +155,10 @@ class ReplacementCall(PythonCall):
     """Call of a routine that replaces an op.
 
     compute: runs the op on the values that the graph hands over; it writes copies of those at `targets`.
+    output_count: number of the op's outputs, once the graph is traced.
     """
 
-    __slots__ = ("compute", "targets")
+    __slots__ = ("compute", "output_count", "targets")
 
     def __init__(
         self, action: Action, facts: OpFacts, values: PlaceValues, compute: Callable[[Sequence[Any]],
@@ -168,6 +169,7 @@ class ReplacementCall(PythonCall):
         self.actions = (action,)
         self.compute = compute
         self.targets = targets
+        self.output_count: int | None = None
 
     def unflatten(self, flat: Sequence[Any]) -> list[Any]:
         """Return the op's inputs, with clones of those that the op writes."""
@@ -187,12 +189,22 @@ class ReplacementCall(PythonCall):
                 execution.ops, action, values, self.facts, run, original=self.facts.compute
             )
         if result is NotImplemented:
-            result = self.compute(values)
-        return list(_as_list(result))
+            return list(_as_list(self.compute(values)))
+        results = list(_as_list(result))
+        if self.output_count is not None:
+            self.check_count(results, self.output_count)
+        for value in results:
+            if not isinstance(value, torch.Tensor):
+                kind = "None" if value is None else type(value).__name__
+                gives = f"{self.facts.name} gives a tensor; return what the op would"
+                error = RoutineError(f"{action} returned {kind} where {gives}")
+                raise self.facts.annotate_error(error, action)
+        return results
 
     def outputs_without_data(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run the op, and return empty tensors like its results, which the routine's must be like."""
         results = _as_list(self.compute(self.unflatten(values)))
+        self.output_count = len(results)
         return [torch.empty(result.shape, dtype=result.dtype, device=result.device) for result in results]
 
 
