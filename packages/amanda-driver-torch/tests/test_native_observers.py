@@ -583,6 +583,7 @@ def test_native_code_serves_the_steps_of_an_optimizer(
     assert calls == []
 
 
+@native_alone
 def test_subnormal_numbers_have_bins_of_their_own_where_the_processor_flushes_them() -> None:
     smallest = torch.tensor([0, 1, -(2**31) + 1], dtype=torch.int32).view(torch.float32)
     numbers = smallest.repeat_interleave(torch.tensor([20, 50, 30])).numpy()
