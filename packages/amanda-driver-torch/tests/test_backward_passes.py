@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 import amanda
+from amanda import interceptor
 from amanda.drivers.torch import _autograd
 
 Act = Callable[..., amanda.Tool]
@@ -308,3 +309,69 @@ def test_passes_on_two_threads_share_the_hooks_of_a_parameter_until_both_have_en
     assert len(idents) == len(set(idents)) == 2
     weight.exp().sum().backward()
     assert len(idents) == 2
+
+
+@pytest.mark.parametrize("is_parameter", [True, False])
+@pytest.mark.parametrize("point", ["analysis", "before", "after"])
+def test_a_pass_that_a_tool_runs_at_a_leaf_calls_no_routine_there(point: str, is_parameter: bool) -> None:
+    x = torch.nn.Parameter(torch.ones(2)) if is_parameter else leaf(1, 1)
+    analysed, calls = list[str](), list[bool]()
+
+    def run_pass(*_: Any) -> None:
+        calls.append(interceptor.active() is None)
+        assert len(calls) < 10, "the routine is called in its own pass"
+        with torch.enable_grad():
+            (x * 3).sum().backward()  # through the node at which the routine runs
+
+    def record(context: amanda.OpContext) -> None:
+        analysed.append(context.get_backward_op().__name__)
+        if analysed[-1] != "AccumulateGrad":
+            return
+        if point == "analysis":
+            run_pass()
+        elif point == "before":
+            context.insert_before_backward_op(run_pass, grad_outputs=[])
+        else:
+            context.insert_after_backward_op(run_pass, grad_inputs=[])
+
+    tool, step_count = amanda.Tool(), 4
+    tool.add_inst_for_op(record, backward=True)
+    with amanda.apply(tool) as scope:
+        for _ in range(step_count):
+            (x * 2).sum().backward()
+    assert len(analysed) == 3
+    assert calls == [True] * (1 if point == "analysis" else step_count)
+    same(x.grad, torch.full((2,), 2.0 * step_count + 3.0 * len(calls)))
+    assert scope.report == []
+
+
+def test_a_pass_that_a_routine_runs_is_no_step_of_the_program() -> None:
+    """Else ops outside of modules would be numbered anew in the middle of a step."""
+
+    def ids_of_ops(routine: Callable[..., None]) -> list[int]:
+        ids: list[int] = []
+
+        def record(context: amanda.OpContext) -> None:
+            op_id = context.get_op_id()
+            context.insert_after_op(lambda *_: ids.append(op_id), outputs=[])
+            context.insert_after_op(routine, outputs=[])
+
+        tool = amanda.Tool()
+        tool.add_inst_for_op(record)
+        with amanda.apply(tool):
+            for _ in range(2):
+                x = leaf(1, 2)
+                for _ in range(3):
+                    x = apply_cosine(x)
+                x.sum().backward()
+        return ids
+
+    def run_pass(*_: Any) -> None:
+        with torch.enable_grad():
+            leaf(1).exp().backward()
+
+    assert ids_of_ops(run_pass) == ids_of_ops(lambda *_: None)
+
+
+def apply_cosine(x: Tensor) -> Tensor:
+    return x.cos()

@@ -218,13 +218,21 @@ def aliases() -> None:
         x.div_(x if step == 4 else torch.ones(3))
 
 
+def shrunk() -> None:
+    for capacity in (256, 256, 256, 16, 255, 0, 256):
+        x = torch.ones(64)
+        x.untyped_storage().resize_(capacity)
+        x.view(8, 8)  # torch would read beyond the memory in an op that computes
+        x.view(64)
+
+
 PROGRAMS: dict[str, Callable[[], None]] = {
     "raises on a thread": raises_on_a_thread, "raises before a mode": raises_before_a_mode,
     "writes a gradient": writes_a_gradient, "many values": many_values, "under a mode": under_a_mode,
     "in a mode from a hook on": in_a_mode_from_a_hook_on, "two passes": two_passes_through_one_graph,
     "aliases": aliases, "training": training(), "weight": training(poison_weight),
     "gradient": training(poison_gradient), "in place": in_place, "views": views, "types": types,
-    "large": large,
+    "large": large, "shrunk": shrunk,
 }  # fmt: skip
 
 
@@ -336,7 +344,7 @@ def test_a_write_on_another_thread_has_its_own_inputs() -> None:
     assert finding.times == 1
 
 
-@pytest.mark.parametrize("name", ["training", "views", "types", "in place"])
+@pytest.mark.parametrize("name", ["training", "views", "types", "in place", "shrunk"])
 def test_statistics_are_those_that_python_computes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
     for is_native in (interceptor.NATIVE, False):
@@ -427,6 +435,13 @@ def test_memory_of_tensors_is_read_as_it_lies() -> None:
         torch.zeros(2, dtype=torch.complex64),
     ):
         assert reader.host_memory(other) is None
+    for tensor in (x, x[1], x.t(), x[1:, 1:3], x.expand(2, 3, 4), torch.nn.Parameter(torch.zeros(3))):
+        storage, memory = tensor.untyped_storage(), reader.host_memory(tensor)
+        assert memory is not None
+        end = memory[0] - storage.data_ptr() + memory[1]  # of the tensor, which may end before its storage
+        for size, is_read in ((end, True), (end - 1, False), (4, False), (0, False), (96, True)):
+            storage.resize_(size)
+            assert (reader.host_memory(tensor) is not None) is is_read
 
 
 class CalledStorageObserver:
@@ -512,7 +527,7 @@ def saved() -> None:
 
 
 @pytest.mark.parametrize(
-    "program", [training(), in_place, resized, emptied_and_refilled, on_meta, checkpointed, saved]
+    "program", [training(), in_place, resized, emptied_and_refilled, shrunk, on_meta, checkpointed, saved]
 )
 def test_profile_tells_the_memory_that_it_tells_when_python_looks(
     program: Callable[[], None], monkeypatch: pytest.MonkeyPatch
@@ -568,6 +583,7 @@ def test_native_code_serves_the_steps_of_an_optimizer(
     assert calls == []
 
 
+@native_alone
 def test_subnormal_numbers_have_bins_of_their_own_where_the_processor_flushes_them() -> None:
     smallest = torch.tensor([0, 1, -(2**31) + 1], dtype=torch.int32).view(torch.float32)
     numbers = smallest.repeat_interleave(torch.tensor([20, 50, 30])).numpy()

@@ -2,6 +2,7 @@
 
 import gc
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from amanda import interceptor
 from amanda.drivers.torch import _autograd, _nodes, _repeated_passes
 from amanda.tools.flops import FlopsTool
 from amanda.tools.trace import TraceTool
+from amanda.tools.trace._tracker import ExecutionTracker
 
 natively = pytest.mark.xfail(
     not interceptor.NATIVE, reason="never: only native hooks tell that they repeat", run=False
@@ -537,6 +539,48 @@ def test_a_pass_that_adds_hooks_waits_for_one_without(kind: Any, monkeypatch: py
         other.join()
     assert order == ["unhooked", "hooked"]
     assert leaf_calls(tool) == 4 * 7
+
+
+@natively
+def test_a_pass_without_hooks_is_counted_after_a_routine_on_another_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Routines of a tool run one at a time, and the counts at the end of a pass are routines too."""
+    training, tool, order = Training(), TraceTool(), list[str]()
+    repeat_or_learn, before_op = _repeated_passes.PassCounts.repeat_or_learn, ExecutionTracker.before_op
+    has_run, is_recording = threading.Event(), threading.Event()
+
+    def counting(self: Any, *nodes_and_marks: Any) -> None:
+        if is_last:
+            has_run.set()
+            assert is_recording.wait(60)
+        repeat_or_learn(self, *nodes_and_marks)
+        if is_last:
+            order.append("counted")
+
+    def recording(self: Any, *inputs: Any, **options: Any) -> None:
+        if threading.current_thread() is other:
+            is_recording.set()
+            time.sleep(0.2)  # in which the other thread would count
+            order.append("recorded")
+        before_op(self, *inputs, **options)
+
+    def compute() -> None:
+        assert has_run.wait(60)
+        torch.ones(2).cos()
+
+    monkeypatch.setattr(_repeated_passes.PassCounts, "repeat_or_learn", counting)
+    monkeypatch.setattr(ExecutionTracker, "before_op", recording)
+    is_last, other = False, threading.Thread(target=compute)
+    with amanda.apply(tool):
+        for _ in range(5):
+            training.step()
+        other.start()
+        is_last = True
+        training.step()
+        other.join()
+    assert order[0] == "recorded"
+    assert leaf_calls(tool) == 4 * 6
 
 
 @natively

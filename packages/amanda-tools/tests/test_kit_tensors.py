@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
@@ -82,13 +83,47 @@ def test_a_tensor_on_the_meta_device_has_no_numbers() -> None:
     assert tensors_of(x).dense(x) is None
 
 
-def test_a_tensor_whose_memory_was_freed_has_no_numbers() -> None:
-    x = torch.ones(3)
-    x.untyped_storage().resize_(0)
-    assert tensors_of(x).unread(x) == "its memory was freed, as FSDP does between uses"
-    assert tensors_of(x).stored_values(x) is None
-    assert not tensors_of(x).is_dense(x)
-    assert tensors_of(x).unread(torch.ones(0)) is None
+class Labelled(torch.Tensor):
+    """A class that overrides nothing."""
+
+
+@pytest.mark.parametrize("capacity", [0, 4, 47])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.ones(12),
+        lambda: torch.ones(24)[:12],
+        lambda: torch.ones(12)[8:],
+        lambda: torch.ones(3, 4).t(),
+        lambda: torch.ones(12).as_strided((2, 2), (8, 3)),
+        lambda: torch.ones(12).expand(2, 12),
+        lambda: torch.nn.Parameter(torch.ones(12)),
+        lambda: torch.ones(12).as_subclass(Labelled)[4:],
+    ],
+)
+def test_a_tensor_whose_memory_was_freed_has_no_numbers(
+    make: Callable[[], torch.Tensor], capacity: int
+) -> None:
+    x = make()
+    xp = tensors_of(x)
+    assert xp.unread(x) is None
+    x.untyped_storage().resize_(48)
+    assert xp.unread(x) is None
+    if type(x) is not Labelled:
+        assert xp.borrowed(x.detach()) is not None
+    x.untyped_storage().resize_(capacity)
+    why = xp.unread(x)
+    assert why == "its memory was freed, as FSDP does between uses" or (capacity == 0 and type(x) is Labelled)
+    assert why is not None
+    assert xp.stored_values(x) is None
+    assert xp.borrowed(x) is None
+    assert not xp.is_dense(x)
+
+
+def test_a_tensor_without_elements_needs_no_memory() -> None:
+    for x in (torch.ones(0), torch.ones(3)[3:], torch.ones(3, 0).t()):
+        x.untyped_storage().resize_(0)
+        assert tensors_of(x).unread(x) is None
 
 
 def test_an_exact_array_has_the_type_of_the_tensor() -> None:

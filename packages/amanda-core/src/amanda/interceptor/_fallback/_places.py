@@ -361,8 +361,9 @@ def snapshot() -> Snapshot:
 
 
 def reset_root() -> None:
-    """Set the counts of repeats outside of enclosing calls to zero."""
-    thread.root.forget_counts()
+    """Set the counts of repeats outside of enclosing calls to zero, but not within a Suspension."""
+    if not thread.suspension._is_owned():  # type: ignore[attr-defined]
+        thread.root.forget_counts()
 
 
 def subjects() -> list[Any]:

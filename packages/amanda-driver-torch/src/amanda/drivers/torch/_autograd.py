@@ -21,13 +21,14 @@ from amanda.scope import in_force
 from torch.autograd.graph import GradientEdge
 
 from ._compiled_callables import report_leaves
-from ._levels import all_layers, drop_ended_batches, leaves_no_graph
+from ._levels import all_layers, drop_ended_batches, is_run_by_transform, leaves_no_graph
 from ._node_layout import find_node_layout
 from ._nodes import (
     AccumulateGrad,
     NodeHooks,
     QuickHooks,
     free_without_recursion,
+    is_run_by_routine,
     register_hooks_without_handles,
     remove_hook_handles,
 )
@@ -115,7 +116,7 @@ class Autograd(EagerDriver):
             of interrupted passes are removed first; plans learn in the end which backward ops are analysed.
             Repeats outside of module calls are counted anew after the pass.
             """
-            activation, is_transform = interceptor.active(), _is_run_by_transform(caller)
+            activation, is_transform = interceptor.active(), is_run_by_transform(caller)
             gradients, keeps_graph, create_graph, inputs, accumulates = _pass_options(*args, **kwargs)
             if create_graph and is_transform and leaves_no_graph(outputs, gradients):
                 create_graph = False
@@ -165,13 +166,6 @@ def _pass_options(
     return grad_tensors, bool(keep_graph), bool(create_graph), inputs, bool(accumulate_grad)
 
 
-def _is_run_by_transform(caller: FrameType) -> bool:
-    """Return True for a backward pass of torch.func's grad, vjp or jacrev.  caller: frame that starts it."""
-    caller_of_grad = caller.f_back  # `caller` is `torch.autograd.grad`, which the transforms call
-    return caller_of_grad is not None and caller_of_grad.f_globals.get("__name__") == _EAGER_TRANSFORMS
-
-
-_EAGER_TRANSFORMS = "torch._functorch.eager_transforms"
 _RUN_BACKWARD = "_engine_run_backward"
 # Torch copies objects of a pass's caller to the engine's threads; "context" is its `contextvars.Context`.
 _has_copied_object = torch_attribute("_C._is_key_in_tls")
@@ -471,6 +465,8 @@ class _StepHooks(QuickHooks):
 
     def before(self, grad_outputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Return the gradients for the node after the routines before it; None if none has changed."""
+        if is_run_by_routine():
+            return None
         with Suspension(), reading_context():
             grads = self._step.run_before(grad_outputs)
         self._first_number = _sequence_number()
@@ -481,6 +477,8 @@ class _StepHooks(QuickHooks):
 
         Marks the nodes that the node made under create_graph, and counts the backward op as run.
         """
+        if is_run_by_routine():
+            return None
         # Before the routines run, whose own ops would take sequence numbers too.
         self._mark_second_order(grad_inputs)
         with Suspension(), reading_context():

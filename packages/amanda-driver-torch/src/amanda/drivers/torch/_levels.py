@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -53,6 +54,15 @@ def leaves_no_graph(outputs: Sequence[Any], gradients: Sequence[Any]) -> bool:
     """
     layers_below = [layer for output in outputs for layer in all_layers([output])[1:]]
     return not any(layer.requires_grad for layer in (*layers_below, *all_layers(gradients)))
+
+
+def is_run_by_transform(caller: FrameType) -> bool:
+    """Return True for a backward pass of torch.func's grad, vjp or jacrev.  caller: frame that starts it."""
+    caller_of_grad = caller.f_back  # `caller` is `torch.autograd.grad`, which the transforms call
+    return caller_of_grad is not None and caller_of_grad.f_globals.get("__name__") == _EAGER_TRANSFORMS
+
+
+_EAGER_TRANSFORMS = "torch._functorch.eager_transforms"
 
 
 def batch_axes(tensor: torch.Tensor) -> dict[int, int]:

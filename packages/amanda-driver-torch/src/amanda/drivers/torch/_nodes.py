@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 from amanda.backend import Patches
-from amanda.interceptor import NATIVE, DeferredRelease, HookRegistrar, Mark
+from amanda.interceptor import ACTIVATION, NATIVE, DeferredRelease, HookRegistrar, Mark, active
 
 from ._saved_tensors import has_hooks
 
@@ -31,6 +31,11 @@ class QuickHooks:
     """Base of objects whose methods are hooks at nodes, which the driver removes by `remove_hook_handles`."""
 
     __slots__ = ()
+
+
+def is_run_by_routine() -> bool:
+    """Return True in a pass that a routine runs, in which the hooks of other passes act too."""
+    return ACTIVATION.get(None) is not None and active() is None  # an engine's thread has no activation
 
 
 def remove_hook_handles(handles: list[tuple[Any, Any]]) -> None:

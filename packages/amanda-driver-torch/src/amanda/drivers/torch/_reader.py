@@ -260,16 +260,19 @@ def _reads_versions(reader: interceptor.Reader) -> bool:
 
 
 def _reads_memory(reader: interceptor.Reader, plain: torch.Tensor) -> bool:
-    """Return True if the memory of a view is that of its base, and of no equal tensor."""
+    """Return True if the memory of a view is that of its base, of no equal tensor, and within its storage."""
     view, equal_tensor, row = plain.view(6), torch.ones(2, 3), plain[1]
-    spans = [reader.host_memory(tensor) for tensor in (plain.t(), row, plain[:, 2], plain[2:])]
+    shrunk = torch.zeros(3)
+    shrunk.untyped_storage().resize_(8)
+    spans = [reader.host_memory(tensor) for tensor in (plain.t(), row, plain[:, 2], shrunk, plain[2:])]
     start, width = plain.data_ptr(), plain.element_size()
     right_spans = [
         (start, 6 * width, True), (row.data_ptr(), 3 * width, True), (start + 2 * width, 4 * width, False),
+        None,
     ]  # fmt: skip
     negated = torch.zeros(1, dtype=torch.complex64).conj().imag
     _, _, is_dense = reader.host_memory(negated) or (0, 0, False)
-    reads_spans = spans[:3] in (right_spans, [None, None, None]) and not is_dense
+    reads_spans = spans[:4] in (right_spans, [None] * 4) and not is_dense
     reads_memory = reader.memory(plain) == reader.memory(view) != reader.memory(equal_tensor) != 0
     return reads_memory and reads_spans
 

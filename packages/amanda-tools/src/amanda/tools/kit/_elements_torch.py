@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from operator import mul
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from amanda.tools.kit._tensors import RequiredNames, Samples
 from amanda.tools.mapping import local, torch_dtype, whole
 
+FREED = "its memory was freed, as FSDP does between uses"
 _DECIDES_ITSELF = "says itself what operations do, and tools call none of it"
 _FUNCTIONS = (
     "_add_batch_dim", "get_unwrapped", "is_batchedtensor", "is_functorch_wrapped_tensor",
@@ -37,9 +39,13 @@ def is_wrapped(x: Tensor) -> bool:
 
 
 def is_freed(x: Tensor) -> bool:
-    """Return True if the program has freed the elements, which torch itself would read at address 0."""
+    """Return True if the program has freed elements, where torch itself would read past the storage's end."""
     try:
-        return x.untyped_storage().nbytes() == 0 and x.numel() > 0
+        capacity, span = x.untyped_storage().nbytes(), x.numel()
+        if span and not x.is_contiguous():
+            strides = x.stride()
+            span = 1 + sum(map(mul, x.shape, strides)) - sum(strides)
+        return span > 0 and (x.storage_offset() + span) * x.element_size() > capacity
     except (NotImplementedError, RuntimeError):  # a layout, or a device, without storages
         return False
 
@@ -70,9 +76,9 @@ def why_unread(x: Tensor) -> str | None:
             # A wrapper has a shape but no memory: reading address 0 would crash the process.
             if x.layout is torch.strided and not x.is_nested and x.numel() and not x.data_ptr():
                 return f"{tensor_class.__name__} has no elements of its own"
+            return None if x.is_nested or not is_freed(x) else FREED
         except Exception as error:  # whatever a class refuses
             return f"{tensor_class.__name__} refuses to be read: {error}"
-    return None
 
 
 def stored(x: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import amanda
 from amanda.tools.kit._elements_torch import (
+    FREED,
     TorchSamples,
     is_freed,
     is_wrapped,
@@ -108,7 +109,7 @@ class TorchTensorLibrary(Tensors):
                 return "it has a shape and no elements, on the device meta"
             if is_wrapped(x):
                 return "it belongs to a transform, such as vmap"
-            return "its memory was freed, as FSDP does between uses" if is_freed(x) else None
+            return FREED if is_freed(x) else None
         return why_unread(x)
 
     def samples(self, x: Tensor) -> Samples | None:
@@ -154,7 +155,7 @@ class TorchTensorLibrary(Tensors):
         # A lazy negation is not in the memory yet, and NumPy would miss it.
         if x.layout is not torch.strided or x.is_nested or x.is_neg() or not x.numel() or not x.data_ptr():
             return None
-        return np.asarray(_BorrowedMemory(x, _NUMPY[x.dtype]))
+        return None if is_freed(x) else np.asarray(_BorrowedMemory(x, _NUMPY[x.dtype]))
 
     def blocks(self, numbers: Tensor) -> Iterator[Any]:
         """Yield flat pieces in the device's widest floating type; of what is on the host, arrays of NumPy."""

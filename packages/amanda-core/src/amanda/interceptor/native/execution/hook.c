@@ -52,6 +52,7 @@ static PyObject *call_hook(PyObject *self, PyObject *const *args, size_t flags, 
     Hook *hook = (Hook *)self;
     if (!PyVectorcall_NARGS(flags) || !PyTuple_Check(args[0]))
         return PyErr_Format(PyExc_TypeError, "a hook is called with a tuple of values");
+    if (thread_state()->suspensions) Py_RETURN_NONE; /* a routine runs the framework, which calls hooks that are there */
     Shapes shapes;
     if (read_shapes(hook, args, PyVectorcall_NARGS(flags), &shapes)) return NULL;
     PyObject *entered = PyVectorcall_NARGS(flags) > 1 && PyTuple_Check(args[1]) ? args[1] : NULL;
@@ -94,9 +95,23 @@ static PyObject *hook_repeats(Hook *self, void *Py_UNUSED(closure)) {
     return PyBool_FromLong(repeats);
 }
 
+/* Count an execution in a tally that native code cannot count in, by a call; -1: an exception. */
+static int call_tally(const Step *step, const ShapeCode *code) {
+    PyObject *shapes = step->takes_shapes ? decode_shapes(code) : NULL;
+    PyObject *keywords = PyDict_New(), *none = PyTuple_New(0), *result = NULL;
+    if (keywords && none && (!step->takes_shapes || (shapes && !PyDict_SetItemString(keywords, "shapes", shapes))))
+        result = PyObject_Call(step->func, none, keywords);
+    Py_XDECREF(shapes);
+    Py_XDECREF(keywords);
+    Py_XDECREF(none);
+    Py_XDECREF(result);
+    return result ? 0 : -1;
+}
+
 /* Count an execution of an op as the last call did; -1: an exception.  op: NULL if each routine is a tally. */
 static int count_again(Hook *self, PyObject *op) {
     static const ShapeCode NO_SHAPES;
+    Thread *thread = thread_state();
     Program *program = self->program;
     ShapeCode code = {.count = self->word_count};
     if (!self->is_repeatable || (program->needs_shape_codes && code.count < 0)) {
@@ -107,20 +122,13 @@ static int count_again(Hook *self, PyObject *op) {
     counts.native++;
     for (Py_ssize_t i = 0; i < program->before + program->after; i++) {
         Step *step = &program->steps[i];
-        if (!step->tally) {
-            if (step->observer->repeat(step->observer, thread_state(), op)) return -1;
-            continue;
-        }
-        if (tally_count(step->tally, step->takes_shapes ? &code : &NO_SHAPES)) continue;
-        PyObject *shapes = step->takes_shapes ? decode_shapes(&code) : NULL;
-        PyObject *keywords = PyDict_New(), *none = PyTuple_New(0), *result = NULL;
-        if (keywords && none && (!step->takes_shapes || (shapes && !PyDict_SetItemString(keywords, "shapes", shapes))))
-            result = PyObject_Call(step->func, none, keywords);
-        Py_XDECREF(shapes);
-        Py_XDECREF(keywords);
-        Py_XDECREF(none);
-        if (!result) return -1;
-        Py_DECREF(result);
+        if (step->tally && tally_count(step->tally, step->takes_shapes ? &code : &NO_SHAPES)) continue;
+        if (lock_acquire(step->lock, thread)) return -1; /* a routine of the tool may run on another thread */
+        thread->suspensions++;
+        int failed = step->tally ? call_tally(step, &code) : step->observer->repeat(step->observer, thread, op);
+        thread->suspensions--;
+        lock_release(step->lock);
+        if (failed) return -1;
     }
     return 0;
 }

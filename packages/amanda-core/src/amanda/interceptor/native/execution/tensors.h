@@ -21,8 +21,8 @@ typedef struct {
     int width, is_negated, is_dense; /* is_dense: each number is an element, and each element once, not negated */
     uint64_t exponent;
 } Memory;
-/* Whether a value is a plain tensor in host memory of a known element type; the span of a view has the numbers between its
-   elements too. */
+/* Whether a value is a plain tensor of a known element type in host memory, whose storage holds all of it; the span of a view
+   has the numbers between its elements too. */
 int reader_host_memory(const Reader *reader, PyObject *tensor, Memory *memory);
 /* Address of a plain tensor's storage, of its memory, which may be NULL, and its bytes; NULL: only Python can tell. */
 const void *reader_storage(const Reader *reader, PyObject *tensor, const void **data, int64_t *size);

@@ -354,7 +354,7 @@ PyTypeObject Snapshot_Type = {
 
 static PyObject *reset_root(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(none)) {
     Thread *thread = thread_state();
-    if (thread->root) forget_counts(thread->root);
+    if (thread->root && !thread->suspensions) forget_counts(thread->root);
     Py_RETURN_NONE;
 }
 
@@ -368,7 +368,7 @@ static PyObject *subjects(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(none)
 
 static PyMethodDef functions[] = {
     {"snapshot", take_snapshot, METH_NOARGS, "Return a snapshot of the present place, for a replay."},
-    {"reset_root", reset_root, METH_NOARGS, "Count repeats outside enclosing calls from zero."},
+    {"reset_root", reset_root, METH_NOARGS, "Count repeats outside enclosing calls from zero, but not within a Suspension."},
     {"subjects", subjects, METH_NOARGS, "Return the objects of the enclosing calls, the outermost first."},
     {0}};
 

@@ -352,9 +352,12 @@ int reader_host_memory(const Reader *reader, PyObject *value, Memory *memory) {
     if (!span) return 1;
     const char *storage = *(const char *const *)(tensor + reader->storage);
     const char *data = storage ? *(const char *const *)(storage + reader->elements.data) : NULL;
-    memory->at = data + *(const int64_t *)(tensor + reader->elements.start) * memory->width;
+    if (!data) return 0;
+    int64_t start = *(const int64_t *)(tensor + reader->elements.start);
+    memory->at = data + start * memory->width;
     memory->is_dense = !memory->is_negated && is_permutation(rank, sizes, strides);
-    return data != NULL;
+    /* A program may shrink a storage below its tensors, as FSDP frees it. A symbolic size is negative. */
+    return (start + span) * memory->width <= *(const int64_t *)(storage + reader->elements.size);
 }
 
 PyObject *storage_of(PyObject *tensor) {
