@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from operator import mul
 from typing import Any
 
 import torch
@@ -43,8 +42,7 @@ def is_freed(x: Tensor) -> bool:
     try:
         capacity, span = x.untyped_storage().nbytes(), x.numel()
         if span and not x.is_contiguous():
-            strides = x.stride()
-            span = 1 + sum(map(mul, x.shape, strides)) - sum(strides)
+            span = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
         return span > 0 and (x.storage_offset() + span) * x.element_size() > capacity
     except (NotImplementedError, RuntimeError):  # a layout, or a device, without storages
         return False

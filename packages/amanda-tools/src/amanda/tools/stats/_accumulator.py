@@ -179,10 +179,9 @@ class Accumulator:
         """Return the statistics of all that was added; wait for the devices."""
         # Vectors of each device are merged there first: one transfer for each device.
         total = Statistics.of_vector(self.host_moments.numbers)
-        if self._unstored_zeros:
+        if count := self._unstored_zeros:
             # Least and most 0: else the merge would take the empty extremes, inf and -inf.
-            unstored = Statistics(count=self._unstored_zeros, zeros=self._unstored_zeros, least=0.0, most=0.0)
-            total = total.merged(unstored)
+            total = total.merged(Statistics(count=count, zeros=count, least=0.0, most=0.0))
         for vectors in self._vectors_by_device.values():
             table = tensors_of(vectors[0]).to_numpy(do("stack", vectors))
             total = total.merged(Statistics.of_vector(_merge_rows(table).tolist()))
