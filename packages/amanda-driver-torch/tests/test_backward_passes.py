@@ -308,3 +308,87 @@ def test_passes_on_two_threads_share_the_hooks_of_a_parameter_until_both_have_en
     assert len(idents) == len(set(idents)) == 2
     weight.exp().sum().backward()
     assert len(idents) == 2
+
+
+class Calling(torch.autograd.Function):
+    """The identity, which calls a function in a backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, function: Callable[[], Any]) -> Tensor:
+        ctx.function = function
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        with torch.enable_grad():
+            ctx.function()
+        return gradient, None
+
+
+def of_leaves(calls: list[str], op: str | None = None) -> amanda.Tool:
+    """Return a tool whose routine at the nodes of leaves adds the name of its thread to a list.
+
+    op: name of the ops whose leaves have the routine; None for all.
+    """
+
+    def analyse(context: amanda.OpContext) -> None:
+        is_leaf = context.get_backward_op().__name__ == "AccumulateGrad"
+        if is_leaf and op in (None, context.get_forward_op_type()):
+            context.insert_before_backward_op(lambda gradient: calls.append(threading.current_thread().name))
+
+    tool = amanda.Tool()
+    tool.add_inst_for_op(analyse, backward=True)
+    return tool
+
+
+def on_other_thread(function: Callable[[], Any]) -> None:
+    thread = threading.Thread(target=function, name="other")
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("run", [on_other_thread, lambda function: function()])
+def test_an_op_whose_first_pass_is_within_another_one_keeps_the_routines_of_its_leaf(
+    run: Callable[..., None],
+) -> None:
+    """That pass leaves the leaf to the hooks of the other one, which are of another op."""
+    weight, calls = leaf(1, 2), []
+
+    def backward() -> None:
+        weight.exp().sum().backward()
+
+    with amanda.apply(of_leaves(calls)):
+        Calling.apply(weight.sin(), lambda: run(backward)).sum().backward()
+        assert len(calls) == 2
+        for _ in range(3):
+            run(backward)
+    assert len(calls) == 5
+
+
+def test_a_pass_that_fails_leaves_the_passes_of_other_threads_their_routines() -> None:
+    weight, calls, threads = leaf(1, 2), [], []
+    is_under_way, has_failed = threading.Event(), threading.Event()
+
+    def pause() -> None:
+        is_under_way.set()
+        has_failed.wait(10)
+
+    def fail() -> None:
+        other = threading.Thread(
+            target=lambda: Calling.apply(weight.exp(), pause).sum().backward(), name="other"
+        )
+        threads.append(other)
+        other.start()
+        assert is_under_way.wait(10)
+        raise KeyboardInterrupt
+
+    with amanda.apply(of_leaves(calls)):
+        for _ in range(4):
+            with pytest.raises(KeyboardInterrupt):
+                Calling.apply(weight.sin(), fail).sum().backward()
+            has_failed.set()
+            threads.pop().join(10)
+            is_under_way.clear()
+            has_failed.clear()
+    assert calls == ["other"] * 4

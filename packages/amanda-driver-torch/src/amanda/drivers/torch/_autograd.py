@@ -288,12 +288,16 @@ class _BackwardPass:
                 # A leaf that is not a parameter has no ordinal: its place is above all parameters, by index.
                 last_index_by_mark_id[id(mark)] = last_index_by_mark_id.get(id(mark), -1) + 1
                 place = 2 * LEAF_PLACE + last_index_by_mark_id[id(mark)]
-            # Another pass has hooks there; a transform stores no gradient in a leaf.
-            if (hooked_ids and id(node) in hooked_ids) or (is_leaf and self._is_transform):
+            if is_leaf and self._is_transform:  # a transform stores no gradient in a leaf
                 continue
             if mark.order:  # of a backward op of backward ops
                 place += mark.order * _ORDER_STEP
             plan = trace.plan
+            if hooked_ids and id(node) in hooked_ids:
+                # The other pass may have analysed the node as a backward op of another op.
+                if not plan.is_backward_complete(trace.needs_grad) and trace.facts is not None:
+                    trace.unanalysed_ids.add(trace.facts.backward_id(node_type.__name__, place))
+                continue
             if may_reuse_hooks and plan.stack is stack:
                 key = node_type, place
                 native_hooks = plan.backward.native_hooks.get(key) or BackwardStep.native_hooks(
