@@ -232,6 +232,8 @@ class PassCounts:
             Hook.count_again(record.hooks, self._nodes)
         elif form is not None and not NodeHooks.of_program:
             hooks = [handle.hook for _, handle in node_handles]
+            if not all(isinstance(hook, Hook) for hook in hooks):  # of a node that another pass has too
+                return
             counts_alone = all(hook.counts_alone for hook in hooks)
             if not counts_alone:  # after the pass, whose graph stays as it was
                 self._nodes = self._list_nodes()
