@@ -44,9 +44,9 @@ def is_running(backward_pass: Any) -> bool:
 class UnhookedPasses:
     """Passes under way without hooks, though tools count their executions.
 
-    Threads share the nodes of leaves, and hooks at a node act in every pass through it: a pass that adds
-    hooks waits until those of other threads have ended, and a pass that leaves nodes to the hooks of another
-    waits until these are added.  lock: of all passes.
+    Threads share the nodes of leaves, and hooks at a node are called in every pass through it: a pass that
+    adds hooks waits until those of other threads have ended, and a pass that shares nodes with another waits
+    until that has its hooks, which then act in their own pass alone.  lock: of all passes.
     """
 
     def __init__(self) -> None:
