@@ -225,6 +225,14 @@ def test_a_deep_graph_is_read_without_recursion() -> None:
         chain.pop(0).next = ()
 
 
+@pytest.mark.parametrize("module", [interceptor, _fallback])
+def test_all_ops_behind_some_are_listed_once_also_without_marks(module: Any) -> None:
+    leaf = Leaf(0)
+    inner = Op(1, [leaf, leaf])
+    first, second = Op(2, [inner, None]), Op(3, [leaf, inner])
+    assert graphs(module).behind([first, None, second, first]) == [first, second, inner, leaf]
+
+
 def test_a_graph_with_a_class_of_python_has_no_form() -> None:
     # Nothing is known of what a program's own function gives.
     assert graphs().form([]) == graphs().form([Op(1, [Leaf(0)])]) == 0

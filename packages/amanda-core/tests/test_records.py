@@ -255,6 +255,20 @@ def test_hooks_of_a_node_may_be_collected_for_as_their_end_is_heard() -> None:
 
 
 @pytest.mark.skipif(not interceptor.NATIVE, reason=interceptor.REASON or "")
+def test_a_hook_that_is_replaced_keeps_its_place_and_one_that_was_removed_stays_away() -> None:
+    hooks, first = interceptor.HookRegistrar.add(None, "first")
+    second, third = (interceptor.HookRegistrar.add(hooks, hook)[1] for hook in ("second", "third"))
+    for handle, hook in ((first, "new first"), (second, "new second")):
+        handle.replace(hook)
+        assert handle.hook == hook
+    assert [*hooks.values()] == ["new first", "new second", "third"]
+    for handle in (first, second, third):
+        handle.remove()
+        handle.replace("late")
+    assert not hooks
+
+
+@pytest.mark.skipif(not interceptor.NATIVE, reason=interceptor.REASON or "")
 def test_chain_of_hooks_ends_without_recursion() -> None:
     hook: Any = None
     for _ in range(300_000):

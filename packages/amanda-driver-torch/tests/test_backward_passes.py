@@ -1,10 +1,13 @@
 """Ways of going backward: twice, to a higher order, in part, in batches, from edges, in other scopes."""
 
+import _thread
 import gc
 import threading
+import time
 import weakref
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -14,7 +17,7 @@ from torch.autograd.graph import get_gradient_edge
 
 import amanda
 from amanda import interceptor
-from amanda.drivers.torch import _autograd
+from amanda.drivers.torch import _autograd, _nodes
 
 Act = Callable[..., amanda.Tool]
 Applied = Callable[..., Any]
@@ -275,7 +278,7 @@ def test_a_pass_waits_until_one_on_another_thread_has_hooked_the_nodes_that_both
     assert len(idents) == 2
 
 
-def test_passes_on_two_threads_share_the_hooks_of_a_parameter_until_both_have_ended() -> None:
+def test_passes_on_two_threads_call_the_routines_of_a_parameter_once_each() -> None:
     weight, idents = leaf(1, 2), []
 
     def analyse(context: amanda.OpContext) -> None:
@@ -375,3 +378,193 @@ def test_a_pass_that_a_routine_runs_is_no_step_of_the_program() -> None:
 
 def apply_cosine(x: Tensor) -> Tensor:
     return x.cos()
+
+
+class Calling(torch.autograd.Function):
+    """The identity, which calls a function in a backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, function: Callable[[], Any]) -> Tensor:
+        ctx.function = function
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        with torch.enable_grad():
+            ctx.function()
+        return gradient, None
+
+
+def of_leaves(calls: list[str], op: str | None = None) -> amanda.Tool:
+    """Return a tool whose routine at the nodes of leaves adds the name of its thread to a list.
+
+    op: name of the ops whose leaves have the routine; None for all.
+    """
+
+    def analyse(context: amanda.OpContext) -> None:
+        is_leaf = context.get_backward_op().__name__ == "AccumulateGrad"
+        if is_leaf and op in (None, context.get_forward_op_type()):
+            context.insert_before_backward_op(lambda gradient: calls.append(threading.current_thread().name))
+
+    tool = amanda.Tool()
+    tool.add_inst_for_op(analyse, backward=True)
+    return tool
+
+
+def on_other_thread(function: Callable[[], Any]) -> None:
+    """Run a function on another thread, and wait for its end."""
+    thread = threading.Thread(target=function, name="other")
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+def directly(function: Callable[[], Any]) -> None:
+    function()
+
+
+@pytest.mark.parametrize("run", [on_other_thread, directly])
+def test_an_op_whose_first_pass_is_within_another_one_keeps_the_routines_of_its_leaf(
+    run: Callable[..., None],
+) -> None:
+    weight, calls = leaf(1, 2), []
+
+    def backward() -> None:
+        weight.exp().sum().backward()
+
+    with amanda.apply(of_leaves(calls)):
+        Calling.apply(weight.sin(), lambda: run(backward)).sum().backward()
+        assert len(calls) == 2
+        for _ in range(3):
+            run(backward)
+    assert len(calls) == 5
+
+
+@pytest.mark.parametrize("op", ["sin", "exp"])
+@pytest.mark.parametrize("is_analysed", [False, True])
+def test_routines_of_a_leaf_act_in_passes_of_their_op_alone_where_two_are_under_way(
+    op: str, is_analysed: bool
+) -> None:
+    weight, calls = leaf(1, 2), []
+
+    def inner_pass() -> None:
+        weight.exp().sum().backward()
+
+    def outer_pass(function: Callable[[], None]) -> None:
+        Calling.apply(weight.sin(), function).sum().backward()
+
+    with amanda.apply(of_leaves(calls, op)):
+        for _ in range(3 * is_analysed):
+            inner_pass()
+            outer_pass(lambda: None)
+        calls.clear()
+        for _ in range(4):
+            outer_pass(lambda: on_other_thread(inner_pass))
+        main = threading.main_thread().name
+        assert calls == [main if op == "sin" else "other"] * 4
+        calls.clear()
+        inner_pass()
+        outer_pass(lambda: None)
+    assert calls == [main]
+    outer_pass(lambda: on_other_thread(inner_pass))
+    assert calls == [main]
+
+
+@pytest.mark.parametrize("is_analysed", [False, True])
+def test_a_scope_of_one_thread_sees_its_passes_where_another_pass_has_hooked_the_leaf(
+    is_analysed: bool,
+) -> None:
+    weight, outer_calls, inner_calls = leaf(1, 2), [], []
+    inner_tool = of_leaves(inner_calls)
+
+    def backward_in_scope() -> None:
+        with amanda.apply(inner_tool):
+            weight.exp().sum().backward()
+
+    def outer_pass(function: Callable[[], None]) -> None:
+        Calling.apply(weight.sin(), function).sum().backward()
+
+    with amanda.apply(of_leaves(outer_calls)):
+        for _ in range(3 * is_analysed):
+            backward_in_scope()
+            outer_pass(lambda: None)
+        inner_calls.clear()
+        outer_calls.clear()
+        for _ in range(3):
+            outer_pass(lambda: on_other_thread(backward_in_scope))
+    assert inner_calls == ["other"] * 3
+    assert outer_calls == ["other", threading.main_thread().name] * 3
+
+
+def test_two_threads_that_run_one_graph_at_the_same_time_see_a_pass_each() -> None:
+    weight, calls, inner_passes = leaf(1, 2), [], []
+
+    def start_other() -> None:
+        if threading.current_thread() is threading.main_thread():
+            inner_passes.append(on_other_thread(lambda: y.backward(retain_graph=True)))
+
+    with amanda.apply(of_leaves(calls)):
+        y = Calling.apply(weight.sin(), start_other).sum()
+        for _ in range(4):
+            y.backward(retain_graph=True)
+    assert len(inner_passes) == 4
+    assert calls == ["other", threading.main_thread().name] * 4
+
+
+def test_where_the_pass_of_a_thread_is_unknown_the_first_has_its_routines_and_a_report_says_so() -> None:
+    """The engine's threads are such where torch does not bring the caller's context there."""
+    calls, reports, node = list[str](), list[str](), object()
+
+    class Pass(_nodes.NodeSharing):
+        under_way: ClassVar[list[Any]] = []
+
+        def __init__(self, name: str) -> None:
+            self._node_handles, self._shared_ids = [], {id(node)}
+            self._state: Any = SimpleNamespace(report=lambda subject, reason: reports.append(subject))
+            self.under_way.append(self)
+            self.hook = self.hook_of_pass(node, lambda gradient: calls.append(name))
+
+    def call_hook(entry: Pass, *expected_calls: str) -> None:
+        count = len(reports)
+        _thread.start_new_thread(entry.hook, (None,))  # the first function on the stack of its thread
+        deadline = time.monotonic() + 10
+        while len(reports) == count or calls != [*expected_calls]:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+
+    first, second = Pass("first"), Pass("second")
+    call_hook(second)
+    call_hook(first, "first")
+    Pass.under_way.remove(first)
+    call_hook(second, "first", "second")
+    assert set(reports) == {"backward ops that passes on several threads share"}
+    second.hook(None)  # of no pass: this thread is not the engine's
+    assert calls == ["first", "second"]
+
+
+def test_a_pass_that_fails_leaves_the_passes_of_other_threads_their_routines() -> None:
+    weight, calls, threads = leaf(1, 2), [], []
+    is_under_way, has_failed = threading.Event(), threading.Event()
+
+    def pause() -> None:
+        is_under_way.set()
+        has_failed.wait(10)
+
+    def fail() -> None:
+        other = threading.Thread(
+            target=lambda: Calling.apply(weight.exp(), pause).sum().backward(), name="other"
+        )
+        threads.append(other)
+        other.start()
+        assert is_under_way.wait(10)
+        raise KeyboardInterrupt
+
+    with amanda.apply(of_leaves(calls)):
+        for _ in range(4):
+            with pytest.raises(KeyboardInterrupt):
+                Calling.apply(weight.sin(), fail).sum().backward()
+            has_failed.set()
+            threads.pop().join(10)
+            is_under_way.clear()
+            has_failed.clear()
+    assert calls == ["other"] * 4

@@ -134,7 +134,9 @@ class HookRegistrar(_NativeAlone):
 
     @staticmethod
     def add(hooks: dict[Any, Any] | None, hook: Any) -> tuple[dict[Any, Any], Any]:
-        """Add a hook to those of a node; return the hooks, and a handle with `remove()` and `hook`.
+        """Add a hook to those of a node; return the hooks, and a handle.
+
+        The handle has the attribute `hook`, and the methods `remove()` and `replace(hook)`.
 
         Args:
             hooks: Those of the node; None where it has none yet.
@@ -435,10 +437,26 @@ class Graphs:
 
         The number of a leaf is 0.  Some of the reachable nodes are passed to `sampled`.
         """
+        mark_by_id: dict[int, Mark] = {}
+        node_by_id, edges = self._visit(ops, mark_by_id)
+        self._spread_marks(node_by_id, edges, mark_by_id)
+        leaf_type, number_method = self._leaf_type, self._number_method
+        return [
+            (node, mark_by_id[node_id], 0 if type(node) is leaf_type else getattr(node, number_method)())
+            for node_id, node in node_by_id.items()
+            if node_id in mark_by_id
+        ]
+
+    def _visit(
+        self, ops: Iterable[Any], mark_by_id: dict[int, Mark]
+    ) -> tuple[dict[int, Any], list[tuple[int, int]]]:
+        """Return the nodes reachable from some nodes, by id, and their edges: ids of node and successor.
+
+        mark_by_id: gets the marks of those that have one.
+        """
         unvisited = deque(node for node in ops if node is not None)
         node_by_id: dict[int, Any] = {}
-        edges: list[tuple[int, int]] = []  # ids of a node and of its successor
-        mark_by_id: dict[int, Mark] = {}
+        edges: list[tuple[int, int]] = []
         while unvisited:
             node = unvisited.popleft()
             if id(node) in node_by_id:
@@ -457,24 +475,15 @@ class Graphs:
             ]
             edges += [(id(node), id(successor)) for successor in successors]
             unvisited += successors
-        self._spread_marks(node_by_id, edges, mark_by_id)
-        leaf_type, number_method = self._leaf_type, self._number_method
-        return [
-            (node, mark_by_id[node_id], 0 if type(node) is leaf_type else getattr(node, number_method)())
-            for node_id, node in node_by_id.items()
-            if node_id in mark_by_id
-        ]
+        return node_by_id, edges
 
     def form(self, ops: Iterable[Any]) -> int:
         """Return 0: graphs have no form that tells what hooks would count, as there are no hooks here."""
         return 0
 
     def behind(self, ops: Iterable[Any]) -> list[Any]:
-        """Return these nodes and all behind them, in an order that is the same for graphs of the same form.
-
-        Raises NotImplementedError: graphs have no form here.
-        """
-        raise NotImplementedError
+        """Return these nodes and all behind them, in an order that depends on the form of the graph alone."""
+        return list(self._visit(ops, {})[0].values())
 
     def marker(self, trace: Any, writes: bool) -> Any:
         """Raise TypeError: a marker lets a native program leave traces, and there are no programs here.

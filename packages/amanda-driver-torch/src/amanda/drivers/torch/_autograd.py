@@ -8,7 +8,6 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from contextvars import Context
 from types import FrameType
 from typing import Any, ClassVar
 
@@ -24,17 +23,19 @@ from ._compiled_callables import report_leaves
 from ._levels import all_layers, drop_ended_batches, is_run_by_transform, leaves_no_graph
 from ._node_layout import find_node_layout
 from ._nodes import (
+    PASS_ID,
     AccumulateGrad,
     NodeHooks,
+    NodeSharing,
     QuickHooks,
     free_without_recursion,
     is_run_by_routine,
     register_hooks_without_handles,
     remove_hook_handles,
+    value_for_pass_caller,
 )
 from ._overrides import WithoutTorchFunction, reading_context
 from ._repeated_passes import PassCounts, is_running
-from ._requirements import torch_attribute
 from ._saved_tensors import hide_unpack_frame
 
 # A backward op's place among those of its op is its sequence number after the op's first. Leaves have none,
@@ -134,6 +135,7 @@ class Autograd(EagerDriver):
                 driver, activation.state, create_graph, keeps_graph, is_transform,
                 is_whole=accumulates and not inputs, caller=caller,
             )  # fmt: skip
+            token = PASS_ID.set(id(backward_pass))
             try:
                 uninterrupted(lambda: backward_pass.add_hooks(outputs))
                 result = original(outputs, *args, **kwargs)
@@ -142,8 +144,11 @@ class Autograd(EagerDriver):
                 hide_unpack_frame(error)
                 raise
             finally:
-                uninterrupted(backward_pass.remove_hooks)
-                interceptor.reset_root()
+                try:
+                    uninterrupted(backward_pass.remove_hooks)
+                finally:  # also where an interrupt that was delayed is raised
+                    PASS_ID.reset(token)
+                    interceptor.reset_root()
             backward_pass.mark_backward_ops_analysed(may_run_again=keeps_graph)
             return result
 
@@ -167,9 +172,6 @@ def _pass_options(
 
 
 _RUN_BACKWARD = "_engine_run_backward"
-# Torch copies objects of a pass's caller to the engine's threads; "context" is its `contextvars.Context`.
-_has_copied_object = torch_attribute("_C._is_key_in_tls")
-_copied_object = torch_attribute("_C._get_obj_in_tls")
 
 
 def activation_of_pass_caller() -> interceptor.Activation | None:
@@ -177,14 +179,10 @@ def activation_of_pass_caller() -> interceptor.Activation | None:
 
     None on other threads, and where torch does not bring the caller's context to the engine's threads.
     """
-    if (
-        interceptor.ACTIVATION.get(None) is not None
-        or _has_copied_object is None
-        or not _has_copied_object("context")
-    ):
+    if interceptor.ACTIVATION.get(None) is not None:
         return None
-    context: Context | None = _copied_object("context")  # None after a pass of torch 2.12
-    return None if context is None else context.get(interceptor.ACTIVATION)
+    activation: interceptor.Activation | None = value_for_pass_caller(interceptor.ACTIVATION)
+    return activation
 
 
 def _enable_double_backward(state: State) -> None:
@@ -202,14 +200,12 @@ def _enable_double_backward(state: State) -> None:
         )
 
 
-class _BackwardPass:
+class _BackwardPass(NodeSharing):
     """One backward pass of autograd: its marked nodes, each mapped to an op's execution, and its hooks there.
 
-    Hooks at a node act in every pass through it. So a pass adds no hooks where another pass under way at the
-    same time, around it or on another thread, has them; the pass that ends last removes them.
+    Its hooks act in this pass alone, also where others that are under way run the same nodes.
     """
 
-    under_way: ClassVar[list["_BackwardPass"]] = []
     _lock: ClassVar[threading.Lock] = PassCounts.unhooked.lock
 
     def __init__(
@@ -229,8 +225,7 @@ class _BackwardPass:
         # Backward ops that have not run yet, by the trace's id.
         self._pending_counts: Counter[int] = Counter()
         self._node_handles: list[tuple[Any, Any]] = []  # each node with a hook's handle
-        # Of nodes at which another pass under way has hooks, which act in this pass too.
-        self._ids_hooked_elsewhere: set[int] = set()
+        self._roots: list[Any] = []
         self._traces_with_steps: list[Trace] = []
         self._shapes_by_trace_id: dict[int, Any] = {}  # of executions, which have several backward ops
         self._marked_nodes: list[tuple[Any, Mark, int]] = []  # with the sequence number of each
@@ -247,7 +242,7 @@ class _BackwardPass:
         """Have tools analyse new backward ops behind `outputs`, and hook nodes for routines; a hot path.
 
         Does nothing if the pass may repeat the counts of an earlier one.
-        Nodes that another pass under way has hooked are left to that pass; leaves in a transform get none.
+        Leaves in a transform get none.
         The pass is under way from here on, until `remove_hooks`.
         """
         if self._can_repeat_earlier_pass(outputs):
@@ -262,12 +257,12 @@ class _BackwardPass:
         """Analyse and hook the marked nodes, as `add_hooks` says."""
         # Looked up once, since the loop runs for every node of every pass.
         may_reuse_hooks = self._state.reuses_native_hooks and not (self._create_graph or self._is_transform)
-        stack, hooked_ids = self._state.stack, self._ids_hooked_elsewhere
+        stack, shared_ids = self._state.stack, self._shared_ids
         add_handle = self._node_handles.append
         # Of leaves that are not parameters; the mark is of the op that used a leaf first.
         last_index_by_mark_id: dict[int, int] = {}
         remaining_nodes = self._marked_nodes
-        if NATIVE and may_reuse_hooks and not hooked_ids:  # most nodes of most passes
+        if NATIVE and may_reuse_hooks and not shared_ids:  # most nodes of most passes
             remaining_nodes = HookRegistrar.register_all(
                 remaining_nodes, stack, AccumulateGrad, torch.nn.Parameter, LEAF_PLACE, self._node_handles
             )
@@ -283,8 +278,7 @@ class _BackwardPass:
                 # A leaf that is not a parameter has no ordinal: its place is above all parameters, by index.
                 last_index_by_mark_id[id(mark)] = last_index_by_mark_id.get(id(mark), -1) + 1
                 place = 2 * LEAF_PLACE + last_index_by_mark_id[id(mark)]
-            # Another pass has hooks there; a transform stores no gradient in a leaf.
-            if (hooked_ids and id(node) in hooked_ids) or (is_leaf and self._is_transform):
+            if is_leaf and self._is_transform:  # a transform stores no gradient in a leaf
                 continue
             if mark.order:  # of a backward op of backward ops
                 place += mark.order * _ORDER_STEP
@@ -300,8 +294,10 @@ class _BackwardPass:
                     if hooks_for_shapes is not None:  # they depend on the shapes of vmaps' batches
                         before, after, after_alone, _ = hooks_for_shapes(self._shapes_at(mark))
                     if before is not None and after_alone is not None and before.is_idle:
-                        after = after_alone  # a hook costs more than most routines
-                    elif before is not None:
+                        before, after = None, after_alone  # a hook costs more than most routines
+                    if shared_ids:
+                        before, after = self.hook_of_pass(node, before), self.hook_of_pass(node, after)
+                    if before is not None:
                         add_handle((node, node.register_prehook(before)))
                     if after is not None:
                         add_handle((node, node.register_hook(after)))
@@ -336,27 +332,32 @@ class _BackwardPass:
             )
 
     def _find_marked_nodes(self, outputs: Sequence[Any]) -> None:
-        """Note the marked nodes behind `outputs`, and those of them that other passes have hooked.
+        """Note the marked nodes behind `outputs`, and share those that other passes have.
 
         Lists the pass among those under way, for passes on other threads.
         """
         with WithoutTorchFunction():
-            marked_nodes = _marked_graphs.marked([_root(output) for output in outputs])
-        # Passes on other threads may add their hooks now: which pass hooks a node is decided under the lock.
+            self._roots = [_root(output) for output in outputs]
+            marked_nodes = _marked_graphs.marked(self._roots)
+        # Passes on other threads may add their hooks now: which nodes are shared is decided under the lock.
         with self._lock:
             PassCounts.unhooked.wait_for_other_threads()
             self._marked_nodes = marked_nodes
-            other_passes = list(self.under_way)
-            if other_passes:
-                self._ids_hooked_elsewhere = {id(node) for node, *_ in marked_nodes}.intersection(
-                    id(node) for other_pass in other_passes for node, *_ in other_pass._marked_nodes
-                )
-            if self._ids_hooked_elsewhere and self._counts is not None:
-                self._counts.learn_nothing()  # hooks of the other pass count some executions of this one
+            shared_ids_by_pass = {}
+            for other_pass in self.under_way:
+                if shared_ids := self.ids_shared_with(other_pass):
+                    shared_ids_by_pass[other_pass] = shared_ids
+                    self.share_nodes(shared_ids)
             self.is_adding_hooks = True
             self.under_way.append(self)
-            if self._ids_hooked_elsewhere:
-                PassCounts.unhooked.wait_for_hooks(other_passes)
+            if shared_ids_by_pass:
+                PassCounts.unhooked.wait_for_hooks([*shared_ids_by_pass])
+                for other_pass, shared_ids in shared_ids_by_pass.items():
+                    other_pass.share_nodes(shared_ids)
+
+    def list_nodes(self) -> Sequence[Any]:
+        """Return all nodes of the pass's graph, also those without marks."""
+        return _marked_graphs.behind(self._roots)
 
     def _analyse_and_hook(self, node: Any, mark: Mark, place: int, is_leaf: bool) -> None:
         """Run the tools' analyses of a node's backward op, and hook the node if routines or analyses are due.
@@ -374,8 +375,8 @@ class _BackwardPass:
         if step.has_work or self._create_graph:
             self._pending_counts[id(trace)] += 1
             hooks = _StepHooks(step, mark, self._driver, self._note_backward_op_run)
-            self._node_handles.append((node, node.register_prehook(hooks.before)))
-            self._node_handles.append((node, node.register_hook(hooks.after)))
+            for register, hook in ((node.register_prehook, hooks.before), (node.register_hook, hooks.after)):
+                self._node_handles.append((node, register(self.hook_of_pass(node, hook))))
 
     def _shapes_at(self, mark: Mark) -> Any:
         """Return the shapes of the execution that made a node, without batches of vmaps that have ended."""
@@ -386,34 +387,18 @@ class _BackwardPass:
         return shapes
 
     def remove_hooks(self) -> None:
-        """Count, and remove the pass's hooks; those at nodes of another pass under way are left to that pass.
+        """Count, and remove the pass's hooks.
 
         An interrupt may come at any step: another call then does the rest.
         """
         try:
             self._repeat_or_learn_counts()
         finally:
-            self._remove_hooks()
-
-    def _remove_hooks(self) -> None:
-        """Remove the pass's hooks, as `remove_hooks` says."""
-        with self._lock:
-            other_passes = [backward_pass for backward_pass in self.under_way if backward_pass is not self]
-            if not other_passes:
+            with self._lock:
                 # An interrupted call may have removed some: to remove a hook twice does nothing.
                 remove_hook_handles(self._node_handles)
-            while self._node_handles:
-                node, handle = self._node_handles[-1]
-                sharing_passes = [
-                    other_pass for other_pass in other_passes if id(node) in other_pass._ids_hooked_elsewhere
-                ]
-                if sharing_passes:  # the pass that ends last removes the hook
-                    sharing_passes[0]._node_handles.append((node, handle))
-                else:
-                    remove_hook_handles([(node, handle)])
-                self._node_handles.pop()  # last, so that an interrupt before it only repeats the step
-            self.under_way[:] = other_passes
-            PassCounts.unhooked.remove(self)
+                self.under_way[:] = [other_pass for other_pass in self.under_way if other_pass is not self]
+                PassCounts.unhooked.remove(self)
 
     def _note_backward_op_run(self, trace: Trace) -> None:
         """Count a backward op of an op as run; after the last drop the inputs and outputs of the op.

@@ -44,9 +44,9 @@ def is_running(backward_pass: Any) -> bool:
 class UnhookedPasses:
     """Passes under way without hooks, though tools count their executions.
 
-    Threads share the nodes of leaves, and hooks at a node act in every pass through it: a pass that adds
-    hooks waits until those of other threads have ended, and a pass that leaves nodes to the hooks of another
-    waits until these are added.  lock: of all passes.
+    Threads share the nodes of leaves, and hooks at a node are called in every pass through it: a pass that
+    adds hooks waits until those of other threads have ended, and a pass that shares nodes with another waits
+    until that has its hooks, which then act in their own pass alone.  lock: of all passes.
     """
 
     def __init__(self) -> None:
@@ -232,6 +232,8 @@ class PassCounts:
             Hook.count_again(record.hooks, self._nodes)
         elif form is not None and not NodeHooks.of_program:
             hooks = [handle.hook for _, handle in node_handles]
+            if not all(isinstance(hook, Hook) for hook in hooks):  # of a node that another pass has too
+                return
             counts_alone = all(hook.counts_alone for hook in hooks)
             if not counts_alone:  # after the pass, whose graph stays as it was
                 self._nodes = self._list_nodes()

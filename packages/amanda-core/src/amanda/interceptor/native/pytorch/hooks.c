@@ -33,6 +33,12 @@ static PyObject *hooks_remove(PyObject *self, PyObject *Py_UNUSED(none)) {
     Py_RETURN_NONE;
 }
 
+static PyObject *hooks_replace(PyObject *self, PyObject *hook) {
+    int contains = PyDict_Contains(self, key);
+    if (contains < 0 || (contains && PyDict_SetItem(self, key, hook))) return NULL;
+    Py_RETURN_NONE;
+}
+
 static void hooks_dealloc(NodeHooks *self) {
     PyObject_GC_UnTrack(self); /* first: what hears of its end may collect garbage */
     Py_TRASHCAN_BEGIN(self, hooks_dealloc) /* a hook may hold the hooks of another node, and so on */
@@ -52,7 +58,8 @@ static PyObject *hooks_reduce(PyObject *self, PyObject *Py_UNUSED(none)) {
 
 static PyMethodDef hooks_methods[] = {
     {"__reduce__", hooks_reduce, METH_NOARGS, "Copy the hooks without the first one, as an OrderedDict."},
-    {"remove", hooks_remove, METH_NOARGS, "Remove the first hook, if it is still there."}, {0}};
+    {"remove", hooks_remove, METH_NOARGS, "Remove the first hook, if it is still there."},
+    {"replace", hooks_replace, METH_O, "replace(hook): put another hook in place of the first one, if that is still there."}, {0}};
 
 static PyGetSetDef hooks_properties[] = {{"hook", hooks_hook, NULL, "The first hook; None once it is removed.", NULL}, {0}};
 
@@ -84,6 +91,13 @@ static PyObject *handle_remove(HookHandle *self, PyObject *Py_UNUSED(none)) {
     Py_RETURN_NONE;
 }
 
+static PyObject *handle_replace(HookHandle *self, PyObject *hook) {
+    int contains = PySequence_Contains(self->hooks, self->number);
+    if (contains < 0 || (contains && PyObject_SetItem(self->hooks, self->number, hook))) return NULL;
+    Py_XSETREF(self->hook, Py_NewRef(hook));
+    Py_RETURN_NONE;
+}
+
 static int handle_traverse(HookHandle *self, visitproc visit, void *arg) {
     Py_VISIT(self->hooks);
     Py_VISIT(self->hook);
@@ -102,7 +116,8 @@ static PyMemberDef handle_members[] = {
     {"hook", T_OBJECT, offsetof(HookHandle, hook), READONLY, "The hook."}, {0}};
 
 static PyMethodDef handle_methods[] = {
-    {"remove", (PyCFunction)handle_remove, METH_NOARGS, "Remove the hook from the node, if it is still there."}, {0}};
+    {"remove", (PyCFunction)handle_remove, METH_NOARGS, "Remove the hook from the node, if it is still there."},
+    {"replace", (PyCFunction)handle_replace, METH_O, "replace(hook): put another hook in place of this one, if it is still there."}, {0}};
 
 static PyTypeObject HookHandle_Type = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "amanda.interceptor.HookHandle",
@@ -309,7 +324,7 @@ static PyMethodDef registrar_methods[] = {
     {"remove_all", registrar_remove, METH_O | METH_STATIC,
      "remove_all(handles): remove hooks from nodes, and empty the list of pairs of a node and a handle."},
     {"add", registrar_add, METH_VARARGS | METH_STATIC,
-     "add(hooks, hook): add a hook to those of a node, None for none yet; return the hooks, and a handle with `remove()` and `hook`."},
+     "add(hooks, hook): add a hook to those of a node, None for none yet; return the hooks, and a handle with `remove()`, `replace(hook)` and `hook`."},
     {0}};
 
 static PyTypeObject HookRegistrar_Type = {
