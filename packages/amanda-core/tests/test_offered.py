@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError
@@ -30,6 +31,7 @@ def set_origin(monkeypatch: pytest.MonkeyPatch, origin: dict[str, Any] | None) -
     text = None if origin is None else json.dumps(origin)
     core = SimpleNamespace(read_text={"direct_url.json": text}.get)
     monkeypatch.setattr(entries, "distribution", {"amanda-core": core}.__getitem__)
+    monkeypatch.setattr(entries, "_origin_of_core", inspect.unwrap(entries._origin_of_core))  # not cached
 
 
 def set_installed(monkeypatch: pytest.MonkeyPatch, names: Sequence[str]) -> None:

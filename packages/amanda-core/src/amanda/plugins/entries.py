@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, PackageNotFoundError, distribution, entry_points, requires, version
 from pathlib import Path, PurePosixPath
@@ -346,6 +347,7 @@ def _address_beside_core(name: str) -> str:
     return ""
 
 
+@cache  # every scope without a driver says how to install one
 def _origin_of_core() -> dict[str, Any]:
     """Return what pip recorded on a direct URL that amanda-core was installed from; {} for an index."""
     try:
