@@ -31,7 +31,8 @@ def set_origin(monkeypatch: pytest.MonkeyPatch, origin: dict[str, Any] | None) -
     text = None if origin is None else json.dumps(origin)
     core = SimpleNamespace(read_text={"direct_url.json": text}.get)
     monkeypatch.setattr(entries, "distribution", {"amanda-core": core}.__getitem__)
-    monkeypatch.setattr(entries, "_origin_of_core", inspect.unwrap(entries._origin_of_core))  # not cached
+    uncached = inspect.unwrap(entries._address_beside_core)
+    monkeypatch.setattr(entries, "_address_beside_core", uncached)
 
 
 def set_installed(monkeypatch: pytest.MonkeyPatch, names: Sequence[str]) -> None:

@@ -332,6 +332,7 @@ def _is_installed(name: str) -> bool:
         return False
 
 
+@cache  # every scope without a driver says how to install one
 def _address_beside_core(name: str) -> str:
     """Return what pip installs a distribution from, next to where it found amanda-core; "" for an index."""
     origin = _origin_of_core()
@@ -347,7 +348,6 @@ def _address_beside_core(name: str) -> str:
     return ""
 
 
-@cache  # every scope without a driver says how to install one
 def _origin_of_core() -> dict[str, Any]:
     """Return what pip recorded on a direct URL that amanda-core was installed from; {} for an index."""
     try:
