@@ -83,7 +83,7 @@ class NodeSharing:
 
     Such a pass is around this one or on another thread; they share the nodes of leaves, and whole graphs.
     A hook at a node is called in every pass through it: at shared nodes it is made to act in its own alone.
-    under_way: passes that have, or are to have, hooks, and those outside of scopes, in the order of their start.
+    under_way: passes that have, or are to have, hooks, or are outside of scopes, in the order of their start.
     """
 
     under_way: ClassVar[list[Any]] = []
