@@ -82,6 +82,12 @@ def test_a_replacement_that_gives_nothing_is_an_error_that_names_the_node(sessio
     assert ", node /act/Relu)" in caught.value.__notes__[0]
 
 
+def test_a_replacement_that_returns_no_array_is_an_error_that_names_the_node(session: Any) -> None:
+    with pytest.raises(ValueError, match="could not convert") as caught:
+        result(session, tool(lambda c: c.replace_op(lambda x: "text"), "Relu"))
+    assert ", node /act/Relu)" in caught.value.__notes__[0]
+
+
 def test_an_op_computes_other_inputs_in_a_routine(session: Any) -> None:
     computations: list[Any] = []
     result(session, tool(lambda c: computations.append(c.get_computation()), "MatMul"))

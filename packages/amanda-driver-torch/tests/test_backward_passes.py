@@ -1,6 +1,7 @@
 """Ways of going backward: twice, to a higher order, in part, in batches, from edges, in other scopes."""
 
 import _thread
+import contextvars
 import gc
 import threading
 import time
@@ -568,3 +569,68 @@ def test_a_pass_that_fails_leaves_the_passes_of_other_threads_their_routines() -
             is_under_way.clear()
             has_failed.clear()
     assert calls == ["other"] * 4
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+def test_a_pass_on_a_leaf_calls_no_routine_of_a_pass_around_it(is_first: bool) -> None:
+    """Such a pass runs the node of the leaf alone, which no op has made."""
+    weight, calls = leaf(1, 2), []
+
+    def outer_pass(function: Callable[[], None]) -> None:
+        Calling.apply(weight.sin(), function).sum().backward()
+
+    with amanda.apply(of_leaves(calls)):
+        for _ in range(3 * (not is_first)):
+            outer_pass(lambda: None)
+        calls.clear()
+        outer_pass(lambda: weight.backward(torch.ones(2)))
+    assert len(calls) == 1
+
+
+def run_disabled(function: Callable[[], Any]) -> None:
+    with amanda.disabled():
+        function()
+
+
+def run_outside(function: Callable[[], Any]) -> None:
+    """Run a function on a thread of which the scope knows nothing."""
+    on_other_thread(lambda: contextvars.Context().run(function))
+
+
+@pytest.mark.parametrize("run", [run_disabled, run_outside])
+def test_a_pass_that_no_tool_sees_calls_no_routine_of_a_pass_around_it(run: Callable[..., None]) -> None:
+    weight, calls = leaf(1, 2), []
+    with amanda.apply(of_leaves(calls)):
+        for _ in range(4):
+            y = Calling.apply(weight.sin(), lambda: run(lambda: weight.exp().sum().backward()))
+            y.sum().backward()
+    assert len(calls) == 4
+
+
+def test_a_pass_outside_of_scopes_calls_no_routine_of_a_pass_that_begins_meanwhile() -> None:
+    weight, calls, tool = leaf(1, 2), [], amanda.Tool()
+    is_under_way, has_ended = threading.Event(), threading.Event()
+    of_scope = of_leaves(calls)
+
+    def inner_pass() -> None:
+        with amanda.apply(of_scope):
+            Calling.apply(weight.exp(), pause).sum().backward()
+
+    def pause() -> None:
+        is_under_way.set()
+        has_ended.wait(10)
+
+    def begin_inner_pass() -> None:
+        inner.start()
+        assert is_under_way.wait(10)
+
+    for _ in range(3):
+        inner = threading.Thread(target=inner_pass, name="inner")
+        with amanda.apply(tool):
+            y = Calling.apply(weight.sin(), begin_inner_pass).sum()
+            contextvars.Context().run(y.backward)
+        has_ended.set()
+        inner.join(10)
+        is_under_way.clear()
+        has_ended.clear()
+    assert calls == ["inner"] * 3

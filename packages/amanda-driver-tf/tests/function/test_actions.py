@@ -96,6 +96,12 @@ def test_a_replacement_that_gives_too_little_or_too_much_is_an_error(layer, resu
     assert "of Relu (op " in caught.value.__notes__[0]
 
 
+def test_a_replacement_that_returns_no_tensor_is_an_error_that_names_the_tool(layer) -> None:
+    with amanda.apply(inserting("replace_op", "Relu", lambda h: "text")), pytest.raises(TypeError) as caught:
+        layer.loss(layer.x)
+    assert "of Relu (op " in caught.value.__notes__[0]
+
+
 def test_an_op_without_outputs_is_replaced_by_nothing() -> None:
     @tf.function
     def checked(x):

@@ -36,7 +36,11 @@ class TypedInsertion(Insertion):
         original_by_view_id = {id(view): value for view, value in zip(views, flat, strict=True)}
         results = super().run(execution, views, rounds)
         self.check_count(results, len(self.dtypes))
-        results = [_as_dtype(value, dtype) for value, dtype in zip(results, self.dtypes, strict=True)]
+        try:
+            results = [_as_dtype(value, dtype) for value, dtype in zip(results, self.dtypes, strict=True)]
+        except Exception as error:  # NumPy makes no array of what a replacement has returned
+            self.facts.annotate_error(error, self.actions[0])
+            raise
         return [original_by_view_id.get(id(value), value) for value in results]
 
     def check_results(self, action: Action, before: Sequence[Any], values: Sequence[Any]) -> None:

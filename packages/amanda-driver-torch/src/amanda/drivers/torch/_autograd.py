@@ -17,7 +17,7 @@ from amanda import interceptor
 from amanda.backend import BackwardStep, EagerDriver, Patches, State, Trace
 from amanda.interceptor import NATIVE, Graphs, HookRegistrar, Mark, Suspension, uninterrupted
 from amanda.scope import in_force
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ._compiled_callables import report_leaves
 from ._levels import all_layers, drop_ended_batches, is_run_by_transform, leaves_no_graph
@@ -29,13 +29,13 @@ from ._nodes import (
     NodeSharing,
     QuickHooks,
     free_without_recursion,
-    is_run_by_routine,
+    is_switched_off,
     register_hooks_without_handles,
     remove_hook_handles,
     value_for_pass_caller,
 )
 from ._overrides import WithoutTorchFunction, reading_context
-from ._repeated_passes import PassCounts, is_running
+from ._repeated_passes import PassCounts, PassOutsideScopes, is_running
 from ._saved_tensors import hide_unpack_frame
 
 # A backward op's place among those of its op is its sequence number after the op's first. Leaves have none,
@@ -118,6 +118,7 @@ class Autograd(EagerDriver):
             Repeats outside of module calls are counted anew after the pass.
             """
             activation, is_transform = interceptor.active(), is_run_by_transform(caller)
+            backward_pass: _BackwardPass | PassOutsideScopes
             gradients, keeps_graph, create_graph, inputs, accumulates = _pass_options(*args, **kwargs)
             if create_graph and is_transform and leaves_no_graph(outputs, gradients):
                 create_graph = False
@@ -126,15 +127,17 @@ class Autograd(EagerDriver):
                 if create_graph:
                     _enable_double_backward(activation.state)
             # The fast way for programs that no tool has a backward routine for: no node carries a mark.
-            if activation is None or not Mark.alive():
+            if is_switched_off() or (activation is not None and not Mark.alive()):
                 interceptor.reset_root()
                 return original(outputs, *args, **kwargs)
             remove_abandoned_hooks()
-            driver = self.driver_of_pass()
-            backward_pass = _BackwardPass(
-                driver, activation.state, create_graph, keeps_graph, is_transform,
-                is_whole=accumulates and not inputs, caller=caller,
-            )  # fmt: skip
+            if activation is None:
+                backward_pass = PassOutsideScopes(_nodes_behind)
+            else:
+                backward_pass = _BackwardPass(
+                    self.driver_of_pass(), activation.state, create_graph, keeps_graph, is_transform,
+                    is_whole=accumulates and not inputs, caller=caller,
+                )  # fmt: skip
             token = PASS_ID.set(id(backward_pass))
             try:
                 uninterrupted(lambda: backward_pass.add_hooks(outputs))
@@ -225,7 +228,6 @@ class _BackwardPass(NodeSharing):
         # Backward ops that have not run yet, by the trace's id.
         self._pending_counts: Counter[int] = Counter()
         self._node_handles: list[tuple[Any, Any]] = []  # each node with a hook's handle
-        self._roots: list[Any] = []
         self._traces_with_steps: list[Trace] = []
         self._shapes_by_trace_id: dict[int, Any] = {}  # of executions, which have several backward ops
         self._marked_nodes: list[tuple[Any, Mark, int]] = []  # with the sequence number of each
@@ -337,27 +339,17 @@ class _BackwardPass(NodeSharing):
         Lists the pass among those under way, for passes on other threads.
         """
         with WithoutTorchFunction():
-            self._roots = [_root(output) for output in outputs]
-            marked_nodes = _marked_graphs.marked(self._roots)
+            marked_nodes = _marked_graphs.marked([_root(output) for output in outputs])
         # Passes on other threads may add their hooks now: which nodes are shared is decided under the lock.
         with self._lock:
             PassCounts.unhooked.wait_for_other_threads()
             self._marked_nodes = marked_nodes
-            shared_ids_by_pass = {}
-            for other_pass in self.under_way:
-                if shared_ids := self.ids_shared_with(other_pass):
-                    shared_ids_by_pass[other_pass] = shared_ids
-                    self.share_nodes(shared_ids)
             self.is_adding_hooks = True
-            self.under_way.append(self)
-            if shared_ids_by_pass:
-                PassCounts.unhooked.wait_for_hooks([*shared_ids_by_pass])
-                for other_pass, shared_ids in shared_ids_by_pass.items():
-                    other_pass.share_nodes(shared_ids)
+            self.begin(outputs, PassCounts.unhooked.wait_for_hooks)
 
     def list_nodes(self) -> Sequence[Any]:
         """Return all nodes of the pass's graph, also those without marks."""
-        return _marked_graphs.behind(self._roots)
+        return _nodes_behind(self._outputs)
 
     def _analyse_and_hook(self, node: Any, mark: Mark, place: int, is_leaf: bool) -> None:
         """Run the tools' analyses of a node's backward op, and hook the node if routines or analyses are due.
@@ -397,7 +389,7 @@ class _BackwardPass(NodeSharing):
             with self._lock:
                 # An interrupted call may have removed some: to remove a hook twice does nothing.
                 remove_hook_handles(self._node_handles)
-                self.under_way[:] = [other_pass for other_pass in self.under_way if other_pass is not self]
+                self.end()
                 PassCounts.unhooked.remove(self)
 
     def _note_backward_op_run(self, trace: Trace) -> None:
@@ -450,7 +442,7 @@ class _StepHooks(QuickHooks):
 
     def before(self, grad_outputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Return the gradients for the node after the routines before it; None if none has changed."""
-        if is_run_by_routine():
+        if is_switched_off():
             return None
         with Suspension(), reading_context():
             grads = self._step.run_before(grad_outputs)
@@ -462,7 +454,7 @@ class _StepHooks(QuickHooks):
 
         Marks the nodes that the node made under create_graph, and counts the backward op as run.
         """
-        if is_run_by_routine():
+        if is_switched_off():
             return None
         # Before the routines run, whose own ops would take sequence numbers too.
         self._mark_second_order(grad_inputs)
@@ -481,6 +473,14 @@ class _StepHooks(QuickHooks):
         mark = Mark(trace, start, start, end, self._mark.order + 1)
         with WithoutTorchFunction():
             _marked_graphs.mark(all_layers(grad_inputs), mark, False)  # False: without bases
+
+
+def _nodes_behind(outputs: Sequence[Any]) -> list[Any]:
+    """Return all nodes of the graph of a pass, also that of an output that is a leaf."""
+    with WithoutTorchFunction():
+        leaves = [output for output in outputs if _root(output) is None and output.requires_grad]
+        roots = [*map(_root, outputs), *(get_gradient_edge(leaf).node for leaf in leaves)]
+        return _marked_graphs.behind(roots)
 
 
 def _root(output: Any) -> Any:

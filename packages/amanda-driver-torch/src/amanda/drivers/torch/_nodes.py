@@ -39,8 +39,8 @@ class QuickHooks:
     __slots__ = ()
 
 
-def is_run_by_routine() -> bool:
-    """Return True in a pass that a routine runs, in which the hooks of other passes act too."""
+def is_switched_off() -> bool:
+    """Return True in a pass that a routine runs, or that runs disabled: it calls the hooks of others too."""
     return ACTIVATION.get(None) is not None and active() is None  # an engine's thread has no activation
 
 
@@ -75,7 +75,7 @@ class HookOfPass(QuickHooks):
 
 
 PASS_ID: ContextVar[int] = ContextVar("amanda_backward_pass")
-"""The `id` of the innermost backward pass with hooks that a thread has started, while it runs."""
+"""The `id` of the innermost backward pass under way that a thread has started."""
 
 
 class NodeSharing:
@@ -83,19 +83,42 @@ class NodeSharing:
 
     Such a pass is around this one or on another thread; they share the nodes of leaves, and whole graphs.
     A hook at a node is called in every pass through it: at shared nodes it is made to act in its own alone.
-    under_way: passes that have, or are to have, hooks, in the order of their start.
+    under_way: passes that have, or are to have, hooks, or are outside of scopes, in the order of their start.
     """
 
     under_way: ClassVar[list[Any]] = []
     # Most passes share no nodes, so that these stay as they are.
     _shared_ids: AbstractSet[int] = frozenset()
     _nodes: Sequence[Any] = ()  # of the whole graph; listed once others are under way
+    _outputs: Sequence[Any]
     _node_handles: list[tuple[Any, Any]]
     _state: State
 
     def list_nodes(self) -> Sequence[Any]:
         """Return all nodes of the pass's graph, also those without marks."""
         raise NotImplementedError
+
+    def begin(self, outputs: Sequence[Any], wait_for_hooks: Callable[[Sequence[Any]], None]) -> None:
+        """List the pass among those under way, and share the nodes that others of them run.
+
+        The caller holds the lock of all passes.
+        outputs: of the pass.  wait_for_hooks: waits until passes of other threads have added their hooks.
+        """
+        self._outputs = outputs
+        shared_ids_by_pass = {}
+        for other_pass in self.under_way:
+            if shared_ids := self.ids_shared_with(other_pass):
+                shared_ids_by_pass[other_pass] = shared_ids
+                self.share_nodes(shared_ids)
+        self.under_way.append(self)
+        if shared_ids_by_pass:
+            wait_for_hooks([*shared_ids_by_pass])
+            for other_pass, shared_ids in shared_ids_by_pass.items():
+                other_pass.share_nodes(shared_ids)
+
+    def end(self) -> None:
+        """Remove the pass from those under way, if it is there.  The caller holds the lock of all passes."""
+        self.under_way[:] = [other_pass for other_pass in self.under_way if other_pass is not self]
 
     def ids_shared_with(self, other: Any) -> set[int]:
         """Return the ids of the nodes that another pass runs too."""

@@ -10,7 +10,7 @@ import torch
 from amanda import interceptor
 from amanda.interceptor import Hook, Mark
 
-from ._nodes import AccumulateGrad, NodeHooks, QuickHooks, remove_hook_handles
+from ._nodes import AccumulateGrad, NodeHooks, NodeSharing, QuickHooks, remove_hook_handles
 from ._overrides import WithoutTorchFunction
 from ._requirements import torch_attribute
 
@@ -100,6 +100,36 @@ class UnhookedPasses:
         thread = threading.get_ident()
         while any(entry.thread != thread and is_running(entry) for entry in list_passes()):
             self._changed.wait(_SECONDS_BETWEEN_LOOKS)
+
+
+class PassOutsideScopes(NodeSharing):
+    """A backward pass on a thread without a scope; at its nodes the hooks of passes in scopes do not act."""
+
+    is_adding_hooks = False
+
+    def __init__(self, list_nodes_behind: Callable[[Sequence[Any]], Sequence[Any]]) -> None:
+        """list_nodes_behind: returns all nodes of the graph of some outputs."""
+        self._list_nodes_behind = list_nodes_behind
+        self._node_handles = []
+        self.thread = threading.get_ident()
+        self.has_run_all = False
+
+    def list_nodes(self) -> Sequence[Any]:
+        """Return all nodes of the pass's graph."""
+        return self._list_nodes_behind(self._outputs)
+
+    def add_hooks(self, outputs: Sequence[Any]) -> None:
+        """Add no hooks, but have the hooks of passes under way not act in this one."""
+        with PassCounts.unhooked.lock:
+            self.begin(outputs, PassCounts.unhooked.wait_for_hooks)
+
+    def remove_hooks(self) -> None:
+        """Remove the pass from those under way."""
+        with PassCounts.unhooked.lock:
+            self.end()
+
+    def mark_backward_ops_analysed(self, may_run_again: bool) -> None:
+        """Record nothing, as no tool has analysed a backward op."""
 
 
 _current_pass = torch_attribute("_C._current_graph_task_id")

@@ -52,7 +52,7 @@ static PyObject *call_hook(PyObject *self, PyObject *const *args, size_t flags, 
     Hook *hook = (Hook *)self;
     if (!PyVectorcall_NARGS(flags) || !PyTuple_Check(args[0]))
         return PyErr_Format(PyExc_TypeError, "a hook is called with a tuple of values");
-    if (thread_state()->suspensions) Py_RETURN_NONE; /* a routine runs the framework, which calls hooks that are there */
+    if (is_switched_off(thread_state())) Py_RETURN_NONE; /* a pass within the hook's own, which calls the hooks that are there */
     Shapes shapes;
     if (read_shapes(hook, args, PyVectorcall_NARGS(flags), &shapes)) return NULL;
     PyObject *entered = PyVectorcall_NARGS(flags) > 1 && PyTuple_Check(args[1]) ? args[1] : NULL;

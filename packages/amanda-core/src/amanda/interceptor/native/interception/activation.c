@@ -21,6 +21,16 @@ Activation *active_activation(Thread *thread) {
     return (Activation *)Py_XNewRef((PyObject *)activation_of(running_thread(), thread));
 }
 
+int is_switched_off(Thread *thread) {
+    if (thread->suspensions) return 1;
+    if (activation_of(running_thread(), thread)) return 0;
+    PyObject *value = NULL;
+    if (PyContextVar_Get(activation_variable, NULL, &value)) PyErr_Clear();
+    int is_inactive = value && value != Py_None; /* a thread of a framework has none */
+    Py_XDECREF(value);
+    return is_inactive;
+}
+
 static PyObject *activation_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(kwargs)) {
     PyObject *table, *state;
     int active = 1, caches = 1, variant = 0;

@@ -79,6 +79,8 @@ typedef struct {
 extern PyTypeObject Activation_Type, Site_Type, Detour_Type, Suspension_Type;
 
 Activation *active_activation(Thread *thread); /* new reference or NULL; never an exception */
+/* Whether a routine runs on the thread, or instrumentation is disabled there; 0 where nothing is in force. */
+int is_switched_off(Thread *thread);
 
 /* ---- stubs ---- */
 

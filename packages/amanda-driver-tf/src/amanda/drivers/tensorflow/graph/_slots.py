@@ -156,7 +156,11 @@ class RoutineNode(Insertion):
         results = super().run(execution, flat, rounds)
         if len(results) != len(self.dtypes):  # a hot path: no call
             self.check_count(results, len(self.dtypes))
-        return [_as_dtype(value, dtype) for value, dtype in zip(results, self.dtypes, strict=True)]
+        try:
+            return [_as_dtype(value, dtype) for value, dtype in zip(results, self.dtypes, strict=True)]
+        except Exception as error:  # TensorFlow makes no tensor of what a replacement has returned
+            self.facts.annotate_error(error, self.actions[0])
+            raise
 
 
 def _as_dtype(value: Any, dtype: Any) -> Any:
