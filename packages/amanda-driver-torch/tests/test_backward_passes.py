@@ -18,7 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 
 import amanda
 from amanda import interceptor
-from amanda.drivers.torch import _autograd, _nodes
+from amanda.drivers.torch import _autograd, _shared_nodes
 
 Act = Callable[..., amanda.Tool]
 Applied = Callable[..., Any]
@@ -516,7 +516,7 @@ def test_where_the_pass_of_a_thread_is_unknown_the_first_has_its_routines_and_a_
     """The engine's threads are such where torch does not bring the caller's context there."""
     calls, reports, node = list[str](), list[str](), object()
 
-    class Pass(_nodes.NodeSharing):
+    class Pass(_shared_nodes.NodeSharing):
         under_way: ClassVar[list[Any]] = []
 
         def __init__(self, name: str) -> None:

@@ -23,20 +23,18 @@ from ._compiled_callables import report_leaves
 from ._levels import all_layers, drop_ended_batches, is_run_by_transform, leaves_no_graph
 from ._node_layout import find_node_layout
 from ._nodes import (
-    PASS_ID,
     AccumulateGrad,
     NodeHooks,
-    NodeSharing,
     QuickHooks,
     free_without_recursion,
     is_switched_off,
     register_hooks_without_handles,
     remove_hook_handles,
-    value_for_pass_caller,
 )
 from ._overrides import WithoutTorchFunction, reading_context
 from ._repeated_passes import PassCounts, PassOutsideScopes, is_running
 from ._saved_tensors import hide_unpack_frame
+from ._shared_nodes import PASS_ID, NodeSharing, value_for_pass_caller
 
 # A backward op's place among those of its op is its sequence number after the op's first. Leaves have none,
 # so their places begin far above; places of backward ops of backward ops begin above those, by order.

@@ -10,9 +10,10 @@ import torch
 from amanda import interceptor
 from amanda.interceptor import Hook, Mark
 
-from ._nodes import AccumulateGrad, NodeHooks, NodeSharing, QuickHooks, remove_hook_handles
+from ._nodes import AccumulateGrad, NodeHooks, QuickHooks, remove_hook_handles
 from ._overrides import WithoutTorchFunction
 from ._requirements import torch_attribute
+from ._shared_nodes import NodeSharing
 
 
 class _Probe(QuickHooks):
