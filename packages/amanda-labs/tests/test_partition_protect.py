@@ -25,6 +25,7 @@ import amanda
 from amanda.errors import ToolError
 from amanda.tools.partition import PartitionTool, ProtectedResult, ProtectError
 from amanda.tools.partition._enclave import Enclave, ProcessLink, pack_tensor, receive, send, unpack_tensor
+from amanda.tools.partition._pytorch_protection import ProtectedExecution, _PassEnd
 from amanda.tools.partition._pytorch_stand_ins import ParameterStandIns, ProtectedOptimizers
 
 Optimizer = Callable[[Any], torch.optim.Optimizer]
@@ -581,3 +582,11 @@ def test_output_without_a_gradient_has_none_outside() -> None:
     tool.finalize(model)
     assert torch.equal(output, expected)
     assert torch.equal(model[0].weight.grad, gradient)
+
+
+@pytest.mark.parametrize("kind", [ProtectedExecution, _PassEnd])
+def test_what_an_interrupt_left_unmade_is_freed_quietly(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    errors: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", errors.append)
+    kind.__new__(kind)  # the handler of a signal may raise before `__init__` has stored anything
+    assert errors == []

@@ -7,6 +7,7 @@ a call costs microseconds where the native interceptor takes nanoseconds.
 # `__all__` of `amanda.interceptor` says which names are public; others are private to these modules.
 from amanda.interceptor._fallback._activations import *  # noqa: F403
 from amanda.interceptor._fallback._clocks import *  # noqa: F403
+from amanda.interceptor._fallback._graphs import *  # noqa: F403
 from amanda.interceptor._fallback._places import *  # noqa: F403
 from amanda.interceptor._fallback._programs import *  # noqa: F403
 from amanda.interceptor._fallback._records import *  # noqa: F403
